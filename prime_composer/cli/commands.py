@@ -8,11 +8,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_composer.cli.machine import has_nvidia_gpu, set_environment
+from prime_composer.cli.islands import options as islands
+from prime_composer.cli.machine import choose_engine, set_environment
 from prime_composer.cli.program import Program, in_short, program, version
 
 if TYPE_CHECKING:
@@ -97,19 +97,23 @@ def _rl(args: argparse.Namespace) -> int:
         raise ValueError("--step names the checkpoint to continue from: it goes with --resume")
     if args.overwrite and args.resume:
         raise ValueError("--resume continues a run and --overwrite deletes it; give one of them")
+    of_islands = islands.check_options(args.island, args.lighthouse, args.islands)
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
-        if args.overwrite or args.step is not None:
-            raise ValueError("--overwrite and --step belong to --engine local")
+        if args.overwrite or args.step is not None or of_islands:
+            raise ValueError("--overwrite, --step and islands belong to --engine local")
         return _rl_upstream(args)
     set_environment()
     with ending_at_once():
+        from prime_composer.cli.islands.run import rl_islands
         from prime_composer.cli.runs import plan_local, plan_stages, run_local, run_stages
         from prime_composer.local.run_dir.stages import wishes_of
         from prime_composer.recipe.stages import load_stages
 
     with stopping_at_once():
+        if of_islands:
+            return rl_islands(args, repeated(args))
         recipes, path = load_stages(args.config, args.overrides), Path(args.config)
         how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
         wishes = wishes_of(recipes, path, args.output_dir, **how)
@@ -303,20 +307,6 @@ def prepare_on_screen(
         return prepare_models(recipe, problems, rebuild, screen.preparing)
 
 
-def choose_engine(engine: str) -> tuple[str, str]:
-    """Return the engine to use, and the reason. "auto" is prime-rl where it and a GPU are there."""
-    if engine != "auto":
-        return engine, "as asked"
-    if find_spec("prime_rl") is None:
-        return "local", "prime-rl is not installed here"
-    if not has_nvidia_gpu():
-        return (
-            "local",
-            "prime-rl is installed, but this machine has no NVIDIA GPU, which its trainer needs",
-        )
-    return "prime-rl", "prime-rl is installed and there is a GPU; --engine local for one process"
-
-
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -371,6 +361,7 @@ RL = (
         action="store_true",
         help="delete the run that is in the run directory, and start over in it",
     ),
+    *islands.RL,
     DRY_RUN,
     OVERRIDES,
 )
@@ -458,6 +449,11 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
         _study,
         "Run variants of a recipe over several seeds, and compare them.",
         STUDY,
+    ),
+    "lighthouse": (
+        islands.run_lighthouse,
+        "Bring the islands of a recipe with [diloco] together.",
+        (RECIPE, *islands.LIGHTHOUSE, OVERRIDES),
     ),
     "teacher": (
         _teacher,

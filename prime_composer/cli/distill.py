@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_composer.cli.machine import set_environment
 from prime_composer.problems.loading import Rows
+from prime_composer.recipe.diloco import check_island
 from prime_composer.recipe.loading import parse_recipe, read_tables
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
@@ -55,6 +56,7 @@ def distill(
 
     named = Path(recipe) if isinstance(recipe, str | PathLike) else Path("distill")
     read = read_recipe_of(recipe, rows is not None)
+    check_island(read.diloco, False)
     check_models(read)
     require_libraries(read, Routing.of_recipe(read))
     problems = load_sources(read, rows)

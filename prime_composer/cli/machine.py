@@ -1,6 +1,7 @@
 """Look at this machine, and set what torch reads from the environment when it is imported."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -42,3 +43,17 @@ def usable_cores() -> int:
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max"
         return cores
+
+
+def choose_engine(engine: str) -> tuple[str, str]:
+    """Return the engine to use, and the reason. "auto" is prime-rl where it and a GPU are there."""
+    if engine != "auto":
+        return engine, "as asked"
+    if find_spec("prime_rl") is None:
+        return "local", "prime-rl is not installed here"
+    if not has_nvidia_gpu():
+        return (
+            "local",
+            "prime-rl is installed, but this machine has no NVIDIA GPU, which its trainer needs",
+        )
+    return "prime-rl", "prime-rl is installed and there is a GPU; --engine local for one process"

@@ -13,6 +13,7 @@ TASKS = {
     "Before a run": ("check", "probe", "prepare"),
     "Runs": ("rl", "study", "report"),
     "Teachers": ("teacher", "tape"),
+    "Islands": ("lighthouse",),
     "Inside prime-rl": ("doctor", "export"),
     "Shell": ("completion",),
 }

@@ -22,11 +22,13 @@ from prime_composer.local.run_dir.model_check import check_models
 from prime_composer.local.run_dir.stages import open_chain, remove_empty
 from prime_composer.local.sources import load_sources
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.diloco import check_island
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
 if TYPE_CHECKING:
+    from prime_composer.local.islands.island import Island
     from prime_composer.local.run import Outcome
 
 
@@ -66,7 +68,7 @@ def _plan_stage(wish: Wish, problems: ProblemSet) -> list[str]:
         raise ValueError(f"stage {wish.stage} of {wish.stages}: {error}") from error
 
 
-def run_local(wish: Wish, command: str) -> int:
+def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
     It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
@@ -74,6 +76,7 @@ def run_local(wish: Wish, command: str) -> int:
     Args:
         wish: what the user asked for.
         command: the words that ask for it again, for the line with which a stopped run continues.
+        island: what averages the weights with those of other runs, where the recipe has islands.
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -82,13 +85,18 @@ def run_local(wish: Wish, command: str) -> int:
     """
     from prime_composer.local.run_dir.plan import require_libraries
 
+    check_island(wish.recipe.diloco, island is not None)
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    return _claim_and_run(wish, load_sources(wish.recipe), command)
+    return _claim_and_run(wish, load_sources(wish.recipe), command, island=island)
 
 
 def _claim_and_run(
-    wish: Wish, problems: ProblemSet, command: str, before: Callable[[], None] | None = None
+    wish: Wish,
+    problems: ProblemSet,
+    command: str,
+    before: Callable[[], None] | None = None,
+    island: "Island | None" = None,
 ) -> int:
     """Run a recipe that is checked in the directory that is asked for, as ``run_local`` does.
 
@@ -104,7 +112,7 @@ def _claim_and_run(
             claim.begin()
 
         try:
-            return _run(wish, problems, claim.run_dir, begin, command)
+            return _run(wish, problems, claim.run_dir, begin, command, island)
         except KeyboardInterrupt:
             print(f"\n{how_to_go_on(wish, claim.path, command)}", file=sys.stderr)
             raise
@@ -124,7 +132,12 @@ def _stage_of(wish: Wish, run_dir: RunDir) -> str:
 
 
 def _run(
-    wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], None], command: str
+    wish: Wish,
+    problems: ProblemSet,
+    run_dir: RunDir,
+    begin: Callable[[], None],
+    command: str,
+    island: "Island | None",
 ) -> int:
     from prime_composer.cli.progress import Screen
     from prime_composer.local.run import RunStopped
@@ -136,7 +149,7 @@ def _run(
     with Screen(total=recipe.trainer.steps, done=done) as screen:
         try:
             paths = prepare_models(recipe, problems, progress=screen.preparing)
-            outcome = train(recipe, problems, paths, path, screen, resume=checkpoint, begin=begin)
+            outcome = train(recipe, problems, paths, path, screen, checkpoint, begin, island)
         except NonFiniteLoss as error:
             screen.close()
             checkpoints = list_checkpoints(path)
@@ -150,7 +163,8 @@ def _run(
                 raise
             line = line_to_resume(_named(wish, path), path, command, error.step)
             raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
-    drawn = _show(outcome, recipe)
+    evaluates = island is None or island.index == 0
+    drawn = evaluates and _show(outcome, recipe)
     # A signal during the last step of a stage ends it, and keeps the next one from its start.
     if outcome.interrupted or (wish.stage < wish.stages and outcome.signum is not None):
         print(f"stopped after step {outcome.steps}; {how_to_go_on(wish, path, command)}")
@@ -217,8 +231,8 @@ def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
 
 
 def _named(wish: Wish, run_dir: Path) -> Path:
-    """Return the directory that a user names: that of all stages where a recipe has them."""
-    return run_dir.parent if wish.stage else run_dir
+    """Return the directory that a user names: that of all stages or islands, where it has them."""
+    return run_dir.parent if wish.folder else run_dir
 
 
 def plan_local(wish: Wish) -> int:

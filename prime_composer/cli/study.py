@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -53,7 +54,7 @@ def plan_study(
         run_dir = choose_run_dir(wish_of(run, overwrite))
         checkpoint = run_dir.checkpoint
         steps = run.recipe.trainer.steps - (checkpoint.step if checkpoint else 0)
-        rollouts += steps * run.recipe.trainer.batch_size
+        rollouts += steps * run.recipe.trainer.batch_size * len(wishes_of_islands(run, overwrite))
         what = f"continues after step {checkpoint.step}" if checkpoint else "runs"
         print(f"{run.name}: {'is deleted, and runs again' if run_dir.replaces else what}")
     for warning in check_variants(left):
@@ -109,8 +110,21 @@ def wish_of(run: Run, overwrite: bool) -> Wish:
     exists = run.run_dir.exists()
     resume = not overwrite and run.has_begun
     return Wish(
-        run.recipe, run.base, str(run.run_dir), resume=resume, overwrite=overwrite and exists
+        run.recipe,
+        run.base,
+        str(run.run_dir),
+        resume=resume,
+        overwrite=overwrite and exists,
+        island=None if run.recipe.diloco is None else 0,
     )
+
+
+def wishes_of_islands(run: Run, overwrite: bool) -> list[Wish]:
+    """Return ``wish_of`` for each island of a run; a run without islands is one."""
+    wish, diloco = wish_of(run, overwrite), run.recipe.diloco
+    if diloco is None:
+        return [wish]
+    return [replace(wish, island=index) for index in range(diloco.replicas)]
 
 
 def wishes_of_stages(run: Run, overwrite: bool) -> list[Wish]:
@@ -151,7 +165,9 @@ def delete(runs: Sequence[Run]) -> None:
         ValueError: a variant is wrong, or a directory is no run or in use. Nothing was touched.
     """
     there = [run for run in runs if run.run_dir.exists()]
-    wishes = [wish_of(run, overwrite=True) for run in there if not run.stages]
+    wishes = [
+        wish for run in there if not run.stages for wish in wishes_of_islands(run, overwrite=True)
+    ]
     chains = [open_chain(wishes_of_stages(run, overwrite=True)) for run in there if run.stages]
     for wish in wishes:
         choose_run_dir(wish)
@@ -201,6 +217,8 @@ def start(run: Run) -> Process:
     directory."""
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
+    if run.recipe.diloco is not None:
+        command += ["--islands", str(run.recipe.diloco.replicas)]
     for item in run.overrides:
         command += ["--set", item]
     if run.has_begun:

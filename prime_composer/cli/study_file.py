@@ -19,10 +19,14 @@ from prime_composer.local.run_dir.recipe_file import (
 )
 from prime_composer.local.run_dir.stages import last_step
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
+from prime_composer.recipe.diloco import island_folder
 from prime_composer.recipe.loading import parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError, TrainerConfig
 from prime_composer.recipe.stages import folder_of, load_stages
 from prime_composer.tables import Table
+
+BUDGET = re.compile(r"trainer\.(steps|batch_size)")
+"""Keys of ``SAME`` that a study of budgets may vary."""
 
 SAME = re.compile(
     r"student(\.(?!(quantize|lora)(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
@@ -54,6 +58,10 @@ class StudyConfig(Table):
     A variant is one name of each axis, joined by "-", with the items of all of them in this order.
     The figure has the last axis on x, and a line for each combination of the others.
     """
+
+    same_budget: bool = True
+    """Whether all variants take as many steps of as many rollouts. false: the budget, or how it is
+    spent, is what is compared, as with islands."""
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     """``trainer.seed`` of each variant's runs."""
@@ -142,9 +150,21 @@ class Run:
         return f"{self.variant}-seed{self.seed}"
 
     @property
+    def first(self) -> Path:
+        """The directory of the run, of its first stage, or of island 0, which evaluates."""
+        if self.recipe.diloco is not None:
+            return self.run_dir / island_folder(0)
+        return self.run_dir / (folder_of(1) if self.stages else "")
+
+    @property
     def has_begun(self) -> bool:
         """Whether the run, or its first stage, has a checkpoint to continue from."""
-        return bool(list_checkpoints(self.run_dir / (folder_of(1) if self.stages else "")))
+        return bool(list_checkpoints(self.first))
+
+    @property
+    def measured(self) -> Path:
+        """The directory that has the metrics of all stages, or of the islands."""
+        return self.run_dir if self.stages else self.first
 
     @property
     def log(self) -> Path:
@@ -191,15 +211,17 @@ def load_study(
                 recipe = recipe.model_copy(update={"trainer": trainer})
             of_stages = stages if len(stages) > 1 else ()
             runs.append(Run(variant, seed, recipe, overrides, base, run_dir, of_stages))
-    _check_same_budget(runs[: len(study.items_of)], path)
+    _check_same_budget(runs[: len(study.items_of)], path, study.same_budget)
     return study, runs
 
 
-def _check_same_budget(runs: Sequence[Run], path: Path) -> None:
-    """Refuse variants whose keys of ``SAME`` differ."""
+def _check_same_budget(runs: Sequence[Run], path: Path, same_budget: bool) -> None:
+    """Refuse variants whose keys of ``SAME`` differ, of which a study of budgets varies some."""
     first = runs[0]
     for run in runs[1:]:
         for key in filter(SAME.fullmatch, differing_keys(first.tables, run.tables)):
+            if not same_budget and BUDGET.fullmatch(key):
+                continue
             raise RecipeError(
                 f"{path}: variants.{run.variant}: {key} differs from that of variants."
                 f"{first.variant}; a comparison starts from the same student and spends the same "
@@ -225,7 +247,7 @@ def is_finished(run: Run) -> bool:
             )
             for number, stage in enumerate(run.stages, 1)
         )
-    return _is_finished(run.run_dir, run.tables, run.recipe.trainer)
+    return _is_finished(run.first, run.tables, run.recipe.trainer)
 
 
 def _is_finished(

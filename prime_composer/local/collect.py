@@ -78,6 +78,7 @@ class Collector:
         replay: its ``[replay]``.
         clock: measures sampling, grading and scoring.
         metrics: what was measured in this step.
+        island: number of this island, from 0, and how many there are; None without islands.
     """
 
     engine: Engine
@@ -86,11 +87,18 @@ class Collector:
     replay: ReplayConfig
     clock: Clock
     metrics: dict[str, float] = field(default_factory=dict)
+    island: tuple[int, int] | None = None
+
+    def undivided(self, step: int) -> int:
+        """Return the step of one undivided run whose problems and seeds are this island's."""
+        index, islands = self.island or (0, 1)
+        return (step - 1) * islands + index + 1
 
     def problems(self, step: int) -> list[Problem]:
         """Return the problems of a step, shared among the environments by their ratios."""
         count = self.trainer.batch_size // self.rollout.group_size
-        return problems_of_step(self.engine.problems.problem_set, count, self.trainer.seed, step)
+        problem_set, order = self.engine.problems.problem_set, self.undivided(step)
+        return problems_of_step(problem_set, count, self.trainer.seed, order)
 
     def collect(self, step: int) -> Batch:
         """Return the batch of a step: sampled, graded and scored."""
@@ -103,7 +111,8 @@ class Collector:
         if rollout.growth is not None:
             self.metrics["rollout/max_tokens"] = float(rollout.max_tokens)
         with self.clock.phase("sample"):
-            return sample_step(self.engine, rollout, problems, self.trainer.seed, step)
+            order = self.undivided(step)
+            return sample_step(self.engine, rollout, problems, self.trainer.seed, order)
 
     def grade(self, sampled: "Sampled") -> list[Sample]:
         """Return the rollouts with text, reward and advantage."""

@@ -20,6 +20,7 @@ from prime_composer.local.health import (
     teachers_without_success,
     tokens_of_no_use,
 )
+from prime_composer.local.islands.island import Island, IslandRefused
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import check_routing
 from prime_composer.local.run_dir.checkpoint import (
@@ -132,6 +133,7 @@ class Run:
         metrics: of the batch of the step under way.
         abandoned: a step was given up, because a signal came while it waited for a server.
         warned: metrics of steps, and what is not measured, of which the user was warned, each once.
+        island: what averages the weights with those of other runs; None for a run by itself.
     """
 
     recipe: Recipe
@@ -151,10 +153,12 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict)
     abandoned: bool = False
     warned: set[str] = field(default_factory=set)
+    island: Island | None = None
 
     def __post_init__(self) -> None:
         recipe, engine, rollout = self.recipe, self.engine, self.recipe.rollout
-        self.batches = Batches(engine, recipe.trainer, rollout, recipe.replay, self.watch)
+        place = None if self.island is None else self.island.place
+        self.batches = Batches(engine, recipe.trainer, rollout, recipe.replay, self.watch, place)
         if rollout.ahead:
             self.ahead = Ahead(
                 *(rollout.ahead, recipe.trainer.steps, engine.model, engine.sampler),
@@ -207,10 +211,15 @@ class Run:
         return student.metrics
 
     def load_weights(self, step: int) -> None:
-        """Send the new weights to whoever follows the student.
+        """Average with other islands, and send the new weights to whoever follows the student.
 
         A sampler that works ahead gets them between two batches, and here where it is asked next.
         """
+        if self.island is not None:
+            if self.island.is_outer(step):
+                self.stop.wait_begins()
+            with self.clock.phase("islands"):
+                self.island.end_step(step)
         if self.ahead is None:
             with self.clock.phase("sync"):
                 self.engine.end_step(step)
@@ -222,6 +231,15 @@ class Run:
 
     def end_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Evaluate, watch, log, and save where it is due."""
+        if self.island is not None and self.island.is_outer(step):
+            metrics |= self.island.metrics
+            if self.island.warning:
+                self.display.status(f"warning: step {step}: {self.island.warning}")
+            if self.student.steps != step:
+                self.tracker.rewind(self.student.steps)
+                if is_due(self.student.steps, self.recipe.checkpoint.every):
+                    self.save()
+                return
         seconds = self.clock.laps
         metrics |= seconds
         metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
@@ -252,6 +270,8 @@ class Run:
 
     def is_measured(self, step: int) -> bool:
         """Return whether a step ends with an evaluation."""
+        if self.island is not None and self.island.index > 0:
+            return False
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
 
     def is_to_save(self, step: int) -> bool:
@@ -281,7 +301,7 @@ class Run:
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
         done = self.student.steps
-        if done == 0:
+        if done == 0 and not (self.island is not None and self.island.index):
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             check_measured(self.recipe.trainer.until, self.evaluations[0])
@@ -320,10 +340,12 @@ class Run:
                     with self.stop.may_interrupt():
                         self.verify()
                     self.save()
+                if self.island is not None and self.student.steps == self.recipe.trainer.steps:
+                    self.island.finish()
         except (ValueError, OSError, StepAbandoned) as error:
             stopped = self.leave(error)
             self.abandoned = isinstance(error, StepAbandoned)
-            if not self.abandoned or stopped.step < self.student.steps:
+            if not self.abandoned or (stopped.step < self.student.steps and self.island is None):
                 raise stopped from error
             if doubts := self.watch.doubts(self.student.steps):
                 self.display.status(f"warning: {doubts}")
@@ -341,8 +363,10 @@ class Run:
         self.watch.check(self.student.steps, before_use=True)
 
     def is_saved(self) -> bool:
-        """Return whether there is nothing new to save."""
+        """Return whether there is nothing new to save. Islands save outer steps alone."""
         steps = self.student.steps
+        if self.island is not None and steps != self.island.finished:
+            return True
         return steps == 0 or steps in {one.step for one in list_checkpoints(self.run_dir)}
 
     def save(self) -> None:
@@ -354,6 +378,8 @@ class Run:
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         if self.ahead is not None:
             state["ahead"] = self.ahead.state_dict(step, batch_state)
+        if self.island is not None:
+            state["islands"] = self.island.state_dict()
         model, tokenizer = self.engine.stored, self.engine.problems.tokenizer
         kept = kept_steps(self.watch, self.collapse, step)
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
@@ -367,7 +393,7 @@ class Run:
         reason = in_words(error)
         self.close()
         # A step in doubt would push the last good checkpoint out.
-        unfit = isinstance(error, CheckpointNotSaved | WatchFailed)
+        unfit = isinstance(error, CheckpointNotSaved | WatchFailed | IslandRefused)
         if not unfit and not self.is_saved():
             try:
                 if self.tracker.last_step < self.student.steps:
@@ -420,6 +446,7 @@ def open_run(
     display: Display,
     resume: Checkpoint | None = None,
     begin: Callable[[], None] | None = None,
+    island: Island | None = None,
 ) -> Iterator[Run]:
     """Open a run's models, check all that can be checked before a step, and measure the start.
 
@@ -458,6 +485,8 @@ def open_run(
                 f"warning: {doubts}; the run continues from them. The last verified step is "
                 f"{watch.safe_step} (--resume --step)"
             )
+        if island is not None:
+            island.meet(student, engine, watch, stored.get("islands"))
         if begin is not None:
             begin()
         for path in () if resumed is None else set_newer_aside(run_dir, resumed):
@@ -475,11 +504,14 @@ def open_run(
             run = Run(
                 *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
                 *(stop, evaluations),
+                island=island,
             )
             with closing(run):
                 run.measure_at_start()
                 if resume is not None and run.ahead is not None:
                     run.ahead.load_state_dict(stored["ahead"], run.batches.of_state)
+                if island is not None:
+                    island.begin()
                 yield run
 
 

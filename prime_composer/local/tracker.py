@@ -110,6 +110,14 @@ class Tracker:
         _rewrite(path, records)
         self._file = path.open("ab", buffering=0)
 
+    def rewind(self, step: int) -> None:
+        """Drop the records after a step that is finished again."""
+        path = Path(self._file.name)
+        self._file.close()
+        _rewrite(path, [one for one in parse_records(path) if one["step"] <= step])
+        self._file = path.open("ab", buffering=0)
+        self.last_step = min(step, self.last_step)
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one record, whole or not at all. A crash of this process does not lose it.
 

@@ -12,6 +12,7 @@ evaluate, watch, log, save. A signal finishes the step under way, unless that wa
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from prime_composer.local.islands.island import Island
 from prime_composer.local.run import Display, Outcome, open_run
 from prime_composer.local.run_dir.checkpoint import Checkpoint
 from prime_composer.problems.loading import ProblemSet
@@ -26,6 +27,7 @@ def train(
     display: Display,
     resume: Checkpoint | None = None,
     begin: Callable[[], None] | None = None,
+    island: Island | None = None,
 ) -> Outcome:
     """Train a recipe in ``run_dir``; with ``resume``, continue bit-exactly from that checkpoint.
 
@@ -37,6 +39,7 @@ def train(
         display: watches the run.
         resume: a checkpoint of a run of the same recipe.
         begin: called when every check has passed and before the first file is written.
+        island: what averages the weights with those of other runs, where the recipe has islands.
 
     Raises:
         ValueError: recipe, data, models and engines do not fit together. It is raised before the
@@ -45,7 +48,7 @@ def train(
         NonFiniteLoss: training diverged. The newest checkpoint is the last good one.
     """
     with (
-        open_run(recipe, problems, paths, run_dir, display, resume, begin) as run,
+        open_run(recipe, problems, paths, run_dir, display, resume, begin, island) as run,
         run.until_stopped() as stop,
     ):
         for step in run.steps():

@@ -1,4 +1,4 @@
-"""Define ``[rollout]``: what samples the student's rollouts, and how."""
+"""Define ``[rollout]``: what samples the student's rollouts, and how; and ``[replay]``."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -167,6 +167,27 @@ class RolloutConfig(Table):
     def teacher_samples(self) -> bool:
         """Whether the teacher samples the sequences that the student does not."""
         return self.other_source == "teacher"
+
+
+class ReplayConfig(Table):
+    """Where the preference pairs of the ``[loss.replay]`` channel come from."""
+
+    source: Literal["rollouts", "jsonl"] = Field(default="rollouts", json_schema_extra=ONLY_REFUSED)
+    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
+    object per line, with the strings "question", "chosen" and "rejected"."""
+
+    path: Path | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
+    """For ``jsonl``: the file."""
+
+    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
+    """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
+    rotation."""
+
+    @model_validator(mode="after")
+    def _check_path(self) -> "ReplayConfig":
+        if (self.source == "jsonl") != (self.path is not None):
+            raise ValueError('source = "jsonl" and `path` go together')
+        return self
 
 
 def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:

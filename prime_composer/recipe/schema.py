@@ -6,7 +6,6 @@ Both appear in the generated reference (``reference.py``).
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
@@ -21,6 +20,7 @@ from prime_composer.losses.needs import OF_TEACHER
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
+from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.environment import (
     AnyEnvironment,
     EnvironmentConfig,
@@ -34,6 +34,7 @@ from prime_composer.recipe.lora import check_adapter
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
+from prime_composer.recipe.rollout import ReplayConfig as ReplayConfig
 from prime_composer.recipe.rollout import RolloutConfig, check_growth, check_sizes
 from prime_composer.recipe.teacher import (
     OneOfSeveralConfig,
@@ -66,27 +67,6 @@ takes a key-value cache: 5.9 MB of SmolLM2-135M with a context of 128 tokens in 
 
 class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
-
-
-class ReplayConfig(Table):
-    """Where the preference pairs of the ``[loss.replay]`` channel come from."""
-
-    source: Literal["rollouts", "jsonl"] = Field(default="rollouts", json_schema_extra=ONLY_REFUSED)
-    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
-    object per line, with the strings "question", "chosen" and "rejected"."""
-
-    path: Path | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
-    """For ``jsonl``: the file."""
-
-    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
-    """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
-    rotation."""
-
-    @model_validator(mode="after")
-    def _check_path(self) -> "ReplayConfig":
-        if (self.source == "jsonl") != (self.path is not None):
-            raise ValueError('source = "jsonl" and `path` go together')
-        return self
 
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -191,6 +171,9 @@ class Recipe(Table):
 
     trainer: TrainerConfig
     """The optimizer and its loop."""
+
+    diloco: DilocoConfig | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
+    """Several machines with a slow link between them, each with a whole run of its own."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation on held-out problems."""
@@ -448,6 +431,28 @@ class Recipe(Table):
         check_growth(self.rollout, steps, self._reader_of_rewards)
         measured = comparable_metrics(self.sources, self.eval, has_kl)
         check_until(self.trainer.until, self.eval, steps, measured)
+        return self
+
+    @model_validator(mode="after")
+    def _check_islands(self) -> "Recipe":
+        if self.diloco is None:
+            return self
+        taped = [*self.teacher_tables.values(), *filter(None, [self.reference])]
+        policy = self.policy_teacher
+        self.diloco.refuse(
+            moving_teacher=policy is not None and policy.update != "live",
+            quantize=self.student.quantize is not None,
+            replay=self.loss.reads_pairs,
+            growth=self.rollout.growth is not None,
+            until=self.trainer.until is not None,
+            ahead=self.rollout.ahead > 0,
+            lora=self.student.lora is not None,
+            tape=any(one.tape is not None and not one.tape_only for one in taped),
+            keep=self.checkpoint.keep == 1,
+        )
+        self.diloco.check_steps("trainer.steps", self.trainer.steps)
+        self.diloco.check_steps("eval.every", self.eval.every)
+        self.diloco.check_steps("checkpoint.every", self.checkpoint.every)
         return self
 
     @property

@@ -16,6 +16,7 @@ from pydantic import Field
 from prime_composer.losses import AnyLoss
 from prime_composer.recipe.bounds import MOST_STEPS
 from prime_composer.recipe.carried import CARRIED
+from prime_composer.recipe.diloco import STAGES
 from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
 from prime_composer.recipe.prepare import LARGEST_SEED
 from prime_composer.recipe.schema import Recipe, RecipeError, StudentConfig
@@ -89,6 +90,8 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
             f"{source}: {' and '.join(double)} beside [[stages]]: each stage has its own; leave "
             "the recipe's out"
         )
+    if "diloco" in raw:
+        raise RecipeError(f"{source}: {STAGES}")
     recipes = [_stage(raw, number, source) for number in range(1, len(stages) + 1)]
     if recipes[0].rollout.url is not None:
         raise RecipeError(

@@ -242,14 +242,14 @@ class ServerSampler(Server):
             return False
         if self._sign is None:
             return self._connection.outages != self._outages
-        return self._ask_sign() != self._sign
+        return self.sign() != self._sign
 
     def _send_weights(self) -> None:
         """Send the student's weights, again where the server was lost before it had them all."""
         assert self._student is not None
         for _ in range(ROUNDS):
             # Before the weights: a server that is restarted behind this has another sign.
-            self._sign = self._give_version() or self._ask_sign()
+            self._sign = self._give_version() or self.sign()
             self._reload(self._student)
             self._outages = self._connection.outages
             self.forget_prefixes()
@@ -271,7 +271,7 @@ class ServerSampler(Server):
         self._has_versions = True
         return version
 
-    def _ask_sign(self) -> str | None:
+    def sign(self) -> str | None:
         """Return the version of the server's weights, or where it has none when it was started.
 
         None: it says neither.

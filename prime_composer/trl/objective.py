@@ -110,6 +110,7 @@ def _loss_of_recipe(path: str | os.PathLike[str]) -> LossConfig:
         "rollout.student_fraction": recipe.rollout.student_fraction != 1,
         "rollout.ahead": recipe.rollout.ahead > 0,
         "[rollout.growth]": recipe.rollout.growth is not None,
+        "[diloco]": recipe.diloco is not None,
     }
     for key, is_set in extra.items():
         if is_set:

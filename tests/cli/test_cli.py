@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from prime_composer.cli.commands import choose_engine, main
-from prime_composer.cli.machine import set_environment
+from prime_composer.cli.commands import main
+from prime_composer.cli.machine import choose_engine, set_environment
 from prime_composer.local.run_dir.claim import Claim, Wish, claim_run_dir
 from prime_composer.local.run_dir.lock import InUse
 from prime_composer.recipe.loading import parse_recipe
@@ -300,12 +300,12 @@ def test_prepare_says_where_the_models_are(cli: Cli, tiny_file: Path) -> None:
 
 
 def test_auto_engine_needs_prime_rl_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_composer.cli.commands.find_spec", lambda name: None)
+    monkeypatch.setattr("prime_composer.cli.machine.find_spec", lambda name: None)
     assert choose_engine("auto") == ("local", "prime-rl is not installed here")
-    monkeypatch.setattr("prime_composer.cli.commands.find_spec", lambda name: object())
-    monkeypatch.setattr("prime_composer.cli.commands.has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr("prime_composer.cli.machine.find_spec", lambda name: object())
+    monkeypatch.setattr("prime_composer.cli.machine.has_nvidia_gpu", lambda: False)
     assert choose_engine("auto")[0] == "local"
-    monkeypatch.setattr("prime_composer.cli.commands.has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr("prime_composer.cli.machine.has_nvidia_gpu", lambda: True)
     assert choose_engine("auto")[0] == "prime-rl"
     assert choose_engine("local") == ("local", "as asked")
 

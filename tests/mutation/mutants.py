@@ -52,6 +52,11 @@ TESTS = {
     "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_stages.py"],
     "recipe/stages.py": ["tests/recipe/test_stages.py"],
+    "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
+    **dict.fromkeys(
+        ("local/islands/island.py", "local/islands/outer.py", "local/collect.py"),
+        ["tests/islands/test_island.py"],
+    ),
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
     ],
@@ -664,6 +669,31 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "stages in one order of problems": mutant(
         "recipe/stages.py", "_stage", ("SEEDS_APART * (number - 1)", "0")
+    ),
+    "islands: the same batch on each": mutant(
+        "local/collect.py", "Collector.undivided",
+        ("(step - 1) * islands + index + 1", "(step - 1) * islands + 1"),
+    ),
+    "islands: half of them are a majority": mutant(
+        "recipe/diloco.py", "DilocoConfig.fewest", ("self.replicas // 2 + 1", "self.replicas // 2")
+    ),
+    "islands: a step that is no multiple either": mutant(
+        "recipe/diloco.py", "DilocoConfig.check_steps",
+        ("steps + self.every - steps % self.every", "steps + self.every"),
+    ),
+    "islands: oldest step that all have": mutant(
+        "local/islands/island.py", "Island.join", ("max(common)", "min(common)")
+    ),
+    "islands: newest step that one has": mutant(
+        "local/islands/island.py", "Island.join",
+        ("set(starts).intersection(*everyone.values())", "set(starts)"),
+    ),
+    "islands: distance without the norm": mutant(
+        "local/islands/island.py", "distance",
+        ("math.dist(one[1:], other[1:]) / one[0]", "math.dist(one[1:], other[1:])"),
+    ),
+    "islands: momentum that looks back": mutant(
+        "local/islands/outer.py", "OuterSteps.__init__", ("config.outer_momentum > 0", "False")
     ),
     "growth over the last step": mutant(
         "local/health.py", "CollapseCheck.add", ("self.first_length is None", "True")

@@ -41,6 +41,7 @@ STAGES: dict[str, Any] = {
 }  # fmt: skip
 LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
 BEGUN: dict[str, Any] = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
+ISLANDS: dict[str, Any] = {"diloco": {"replicas": 2}, "trainer": {"steps": 100}}
 BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 
 
@@ -173,6 +174,30 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     "`student.lora.start`, `prime-rl probe` of a server": (
         probed, {**BEGUN, "rollout": {"backend": "server", "url": "http://a:1"}}
     ),
+    "`[diloco]`, `prime-rl export`": (exported, {"teacher": {"model": "t"}, **ISLANDS}),
+    "`[diloco]`, a recipe for TRL": (for_trl, ISLANDS),
+    "`[diloco]`, `[[stages]]`": (staged, {**STAGES, "diloco": {"replicas": 2}}),
+    "`[diloco]`, `[teacher.policy]` that moves": (parsed, {"teacher": {"policy": {}}, **ISLANDS}),
+    "`[diloco]`, `student.quantize`": (
+        parsed, {"student": {"model": "s", "quantize": {"bits": 4, "group": 32}}, **ISLANDS}
+    ),
+    "`[diloco]`, `[replay]`": (
+        parsed, {"loss": {"type": "compose", "replay": DPO,
+                          "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}},
+                 "rollout": {"group_size": 2}, **ISLANDS}
+    ),
+    "`[diloco]`, `[rollout.growth]`": (parsed, {**GROWING, **ISLANDS}),
+    "`[diloco]`, `[trainer.until]`": (
+        parsed, {**ISLANDS, "trainer": {"steps": 100, "until": {"metric": "eval/accuracy",
+                                                                "plateau": 2}}}
+    ),
+    "`[diloco]`, `rollout.ahead`": (parsed, {"rollout": AHEAD, **ISLANDS}),
+    "`[diloco]`, `student.lora`": (parsed, {**LORA, **ISLANDS}),
+    "`[diloco]`, `tape`": (parsed, {"teacher": TAPED, **ISLANDS}),
+    "`[diloco]`, `checkpoint.keep = 1`": (parsed, {**ISLANDS, "checkpoint": {"keep": 1}}),
+    "`trainer.steps` that are no multiple of `diloco.every`": (
+        parsed, {**ISLANDS, "trainer": {"steps": 95}}
+    ),
 }  # fmt: skip
 
 
@@ -225,6 +250,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "lora and reference": {"teacher": {"model": "t"}, **LORA, "reference": {"start": True},
                            "loss": SAMPLED},
     "lora and hints": {"teacher": {"policy": {"update": "base"}}, **LORA},
+    "islands": {"teacher": ALONE, **END, **ISLANDS},
+    "islands and own": {"teacher": {"model": "t", "tokenizer": "own"}, **ISLANDS},
+    "islands and live": {"teacher": {"policy": {"update": "live"}}, **ISLANDS},
     "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 

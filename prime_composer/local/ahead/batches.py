@@ -36,6 +36,7 @@ class Batches:
         rollout: its ``[rollout]``.
         replay: its ``[replay]``.
         watch: whether teachers and sampler are still right.
+        island: (number of this island, islands); None for a run by itself.
     """
 
     engine: Engine
@@ -43,6 +44,7 @@ class Batches:
     rollout: RolloutConfig
     replay: ReplayConfig
     watch: Watch
+    island: tuple[int, int] | None = None
 
     def collect(self, step: int, weights: Weights, clock: Clock) -> Collected:
         """Return the batch of a step, sampled by the weights that the sampler has.
@@ -65,4 +67,6 @@ class Batches:
         return batch_of_state(state, [*parts.problems.values(), *parts.tasks.values()], pairs)
 
     def _collector(self, engine: Engine, clock: Clock) -> Collector:
-        return Collector(engine, self.trainer, self.rollout, self.replay, clock)
+        return Collector(
+            *(engine, self.trainer, self.rollout, self.replay, clock), island=self.island
+        )

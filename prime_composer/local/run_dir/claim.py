@@ -28,6 +28,7 @@ from prime_composer.local.run_dir.recipe_file import (
     write_recipe,
 )
 from prime_composer.local.tracker import METRICS_FILE, WANDB_ID_FILE
+from prime_composer.recipe.diloco import island_folder
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.stages import folder_of
 
@@ -61,6 +62,7 @@ class Wish:
         stage: number of the stage that the recipe is of, from 1 on; its run is in a folder of the
             directory. 0: the recipe has no stages.
         stages: how many stages there are.
+        island: number of the island, whose run is in a folder of the directory; None without them.
     """
 
     recipe: Recipe
@@ -71,10 +73,13 @@ class Wish:
     overwrite: bool = False
     stage: int = 0
     stages: int = 0
+    island: int | None = None
 
     @property
     def folder(self) -> str:
         """The run's folder within the directory; "" for the directory itself."""
+        if self.island is not None:
+            return island_folder(self.island)
         return folder_of(self.stage) if self.stage else ""
 
     @property

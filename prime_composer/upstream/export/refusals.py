@@ -45,6 +45,11 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "has no key for another one. Name a merged model in student.model (checkpoint.merge "
             f"writes one) and leave start out, {RUN_LOCALLY}"
         )
+    if recipe.diloco is not None:
+        raise RecipeError(
+            "[diloco]: prime-rl trains on one cluster with a fast network, and has no outer step "
+            f"between several of its trainers. Leave the table out, {RUN_LOCALLY}"
+        )
     if recipe.reference is not None:
         raise RecipeError(
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "

@@ -1,0 +1,419 @@
+"""One island of several: a whole run whose weights are averaged with those of the others.
+
+Islands meet at the board before the first step, twice. Before a model is opened they compare their
+recipes, and choose the step to continue from. Afterwards they compare what they have opened. An
+island that comes back to a run takes over the others' state at their next outer step.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_composer.backends.protocols import Sampler
+from prime_composer.local.engine import Engine
+from prime_composer.local.islands.board import Card, Seat
+from prime_composer.local.islands.outer import OuterSteps
+from prime_composer.local.run_dir.recipe_file import Tables, differing_keys
+from prime_composer.local.student import Student
+from prime_composer.local.watch import Watch, WatchFailed
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.diloco import DilocoConfig
+from prime_composer.samplers.server import ServerSampler
+
+OWN_KEYS = re.compile(
+    r"output_dir|logging(\..*)?"
+    r"|(student|teacher|teachers\.[^.]+|reference)\.(model|head|tape)"
+    r"|(teacher|teachers\.[^.]+|rollout)\.(url|api_key_var|wait|timeout|gpu_memory_utilization)"
+    r"|rollout\.weights_dir|(data|environments\.[^.]+|replay)\.path"
+)
+"""Keys in which islands may differ: where things are. What is there is compared by itself."""
+
+KEPT_SIGNS = 8
+"""Outer steps whose weights have a sign on an island's card."""
+
+SAME_WEIGHTS = 1e-5
+"""Distance of two islands' weights, as a share of their norm, along the directions of ``sign_of``.
+Processors that round differently move them apart by some 1e-8 at each outer step. ``every`` steps
+of AdamW on other rollouts do so by 1e-4 or more."""
+
+
+class IslandRefused(ValueError):
+    """Islands do not belong to one run, or no longer do. The message names both."""
+
+
+def digest_of(tensors: Sequence[Tensor]) -> str:
+    """Return the SHA-256 of tensors' bytes, in their order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def sign_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the norm of all tensors together, then the sum of each, in float64."""
+    sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
+    norm = torch.stack([tensor.detach().double().norm() for tensor in tensors]).norm()
+    return [float(norm), *map(float, sums)]
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return how far the weights of two signs are apart, as a share of their norm."""
+    return math.dist(one[1:], other[1:]) / one[0]
+
+
+class Island:
+    """This process among the islands of a run.
+
+    Args:
+        config: the recipe's ``[diloco]``.
+        index: number of the island, from 0.
+        lighthouse: URL of the lighthouse.
+        status: shows a sentence.
+
+    Attributes:
+        finished: the last step after which an outer step was taken; 0 at the start.
+        is_late: the others train already.
+        warning: what went wrong at the last outer step; empty where nothing did.
+
+    Raises:
+        ServerError: no lighthouse answers, or another process is this island.
+        IslandRefused: the recipe has no island of this number.
+    """
+
+    def __init__(
+        self, config: DilocoConfig, index: int, lighthouse: str, status: Callable[[str], None]
+    ):
+        if not 0 <= index < config.replicas:
+            raise IslandRefused(
+                f"--island {index}: diloco.replicas = {config.replicas}, so name one of 0 to "
+                f"{config.replicas - 1}"
+            )
+        self.config, self.index, self.status = config, index, status
+        self.finished = 0
+        self.is_late = False
+        self.warning = ""
+        self._signs: dict[str, list[float]] = {}
+        self._steps: OuterSteps | None = None
+        self._seat = Seat(lighthouse, index)
+
+    def __enter__(self) -> "Island":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, error: object, _: object) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        if error is not None:
+            self._seat.say(left=str(error) or "it was stopped")
+        self._seat.close()
+
+    def join(self, tables: Tables, starts: Sequence[int]) -> int | None:
+        """Compare recipes with the others, and agree on the step to start from.
+
+        Args:
+            tables: the recipe, with every default.
+            starts: finished steps of the checkpoints that this island can start from; 0 alone for a
+                new run.
+
+        Returns:
+            The newest of the steps that every island has; None where the others train already.
+
+        Raises:
+            IslandRefused: another island has another recipe, has left, did not come, or has none of
+                these checkpoints.
+        """
+        self._seat.say(recipe=dict(tables), starts=list(starts))
+        cards = self._gather("recipe")
+        for other, card in cards.items():
+            self._compare_recipes(tables, other, card["recipe"])
+        if self.is_late:
+            return None
+        everyone = {self.index: list(starts)} | {
+            other: card["starts"] for other, card in cards.items()
+        }
+        common = set(starts).intersection(*everyone.values())
+        if not common:
+            have = "; ".join(
+                f"island {one} {'a new run' if steps == [0] else f'step {_listed(steps)}'}"
+                for one, steps in sorted(everyone.items())
+            )
+            raise IslandRefused(
+                f"the islands have no step in common to start from ({have}): give --resume on all "
+                "of them or on none, or start a new run"
+            )
+        return max(common)
+
+    def meet(self, student: Student, engine: Engine, watch: Watch, state: Any = None) -> None:
+        """Compare what the islands have opened, and begin to take outer steps with them.
+
+        Args:
+            student: at the run's start, or as a checkpoint has left it.
+            engine: the open models.
+            watch: over the teachers. It takes the questions of the first island.
+            state: ``state_dict`` of the checkpoint; None for a new run.
+
+        Raises:
+            IslandRefused: they are not the same, or two islands share a sampler.
+        """
+        self._student, self._engine, self._state = student, engine, state
+        self.finished = student.steps
+        if isinstance(engine.sampler, ServerSampler):
+            engine.sampler.update_weights(engine.model)  # which marks its server
+        facts = {
+            "weights": digest_of(student.trained),
+            "problems": digest_of_problems(engine.problems.problem_set.practice),
+            "tokenizers": engine.tokenizer_pairs,
+            "sampler": sampler_sign(engine.sampler),
+            "teachers": plain(watch.state_dict()["teachers"]),
+        }
+        self._seat.say(facts=facts)
+        cards = self._gather("facts")
+        sign = sampler_sign(engine.sampler)
+        for other, card in cards.items():
+            self._compare_facts(facts, sign, other, card["facts"])
+        if cards and (first := min(cards)) < self.index:
+            self._compare_teachers(watch, first, cards[first]["facts"]["teachers"])
+        if not self.is_late:
+            self._open_outer_steps()
+            self._seat.say(checked=True)
+            self._gather("checked")
+
+    def begin(self) -> None:
+        """Begin the steps. Where the others train already, take over their state if it is newer."""
+        if self.is_late:
+            self._open_outer_steps()
+            if any(seen.card.get("outer", 0) > self._outer.taken for seen in self._alive.values()):
+                self.status("waiting for the other islands' next outer step, to take their state")
+                for _ in range(self.config.every):
+                    self._outer.count_step()
+                self._note_outer_step()
+                self._engine.end_step(self._student.steps)
+        self._seat.say(running=True, **self._now)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of this island, and how many there are."""
+        return self.index, self.config.replicas
+
+    def is_outer(self, step: int) -> bool:
+        """Return whether an outer step belongs to the end of a step."""
+        return step % self.config.every == 0
+
+    def end_step(self, step: int) -> None:
+        """Count a step of the student, and take the outer step where it is due.
+
+        It may change weights, optimizer and number of the student's steps: to those of the others,
+        for an island that was away, or back to the last outer step, where this one failed.
+
+        Raises:
+            OuterStepFailed: there was none, and there will be none.
+            IslandRefused: the others went on without this island.
+        """
+        self.warning = ""
+        if not self.is_outer(step):
+            self._outer.count_step()
+            return
+        if gone := [other for other, seen in self._seat.others.items() if "done" in seen.card]:
+            raise IslandRefused(
+                f"island {_listed(gone)} has finished without island {self.index}, which is at "
+                f"step {self.finished}: it was away or slower than diloco.wait = "
+                f"{self.config.wait:g} s allows. The student of the run is that of island {gone[0]}"
+            )
+        before = self._outer.taken
+        self._outer.count_step()
+        self._note_outer_step()
+        if self._outer.taken == before:
+            self.warning = (
+                f"the outer step failed ({self._outer.failure or 'too few islands'}); "
+                f"the steps {self.finished + 1} to {step} are taken again"
+            )
+        elif self.finished != step:
+            self.warning = f"took over step {self.finished} from the other islands"
+        self._seat.say(**self._now)
+        self._check_same_weights()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Outer steps so far, and the islands that took part in the last one."""
+        return {
+            "islands/outer_steps": float(self._outer.taken),
+            "islands/together": float(self._outer.islands),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the student's own state."""
+        return self._outer.state_dict()
+
+    def finish(self) -> None:
+        """Say that the last step is done.
+
+        Raises:
+            IslandRefused: another island has finished with other weights.
+        """
+        self._seat.say(done=True)
+        self._check_same_weights()
+
+    @property
+    def _outer(self) -> OuterSteps:
+        assert self._steps is not None, "meet or begin opens it"
+        return self._steps
+
+    @property
+    def _alive(self) -> Mapping[int, Any]:
+        return {other: seen for other, seen in self._seat.others.items() if seen.alive}
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        return {"outer": self._outer.taken, "signs": self._signs}
+
+    def _open_outer_steps(self) -> None:
+        student = self._student
+        self._steps = OuterSteps(
+            self.config,
+            self.index,
+            self._seat.lighthouse,
+            student.trained,
+            self._save,
+            self._load,
+            self.finished // self.config.every,
+        )
+        if self._state is not None:
+            self._steps.load_state_dict(self._state)
+
+    def _save(self) -> dict[str, Any]:
+        """Return the state that an island which comes back takes over."""
+        trained = [parameter.detach().clone() for parameter in self._student.trained]
+        return {"trained": trained, "student": self._student.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take over another island's state."""
+        with torch.no_grad():
+            for parameter, value in zip(self._student.trained, state["trained"], strict=True):
+                parameter.copy_(value)
+        self._student.load_state_dict(state["student"], self._student.steps)
+
+    def _note_outer_step(self) -> None:
+        self.finished = self._outer.taken * self.config.every
+        self._student.steps = self.finished
+        self._signs[str(self._outer.taken)] = sign_of(self._student.trained)
+        for old in [*self._signs][:-KEPT_SIGNS]:
+            del self._signs[old]
+
+    def _check_same_weights(self) -> None:
+        """Compare the weights after outer steps that other islands have taken as well."""
+        for other, seen in self._seat.others.items():
+            theirs = seen.card.get("signs", {})
+            for outer in self._signs.keys() & theirs.keys():
+                # Not written as > SAME_WEIGHTS, which a NaN passes.
+                if not distance(self._signs[outer], theirs[outer]) <= SAME_WEIGHTS:
+                    raise IslandRefused(
+                        f"after outer step {outer} the weights of island {self.index} are not "
+                        f"those of island {other}: one went on without the other. Continue from "
+                        "the checkpoint of an earlier step with --resume --step on all islands"
+                    )
+
+    def _gather(self, key: str) -> dict[int, Card]:
+        """Wait until the card of every other island has an entry, and return these cards.
+
+        Where others train already, theirs alone are returned at once.
+
+        Raises:
+            IslandRefused: an island has refused, left, or did not come in time.
+        """
+        others = {*range(self.config.replicas)} - {self.index}
+        shown: set[int] = set()
+
+        def lacking() -> set[int]:
+            alive = self._alive
+            return {i for i in others if i not in alive or key not in alive[i].card}
+
+        def is_there() -> bool:
+            cards = {other: seen.card for other, seen in self._alive.items()}
+            running = any("running" in card and "left" not in card for card in cards.values())
+            self.is_late = self.is_late or (running and key != "checked")
+            for other, card in cards.items():
+                if "left" in card and not running:
+                    raise IslandRefused(f"island {other} has ended: {card['left']}")
+            missing = lacking()
+            if missing and not self.is_late and not missing <= shown:
+                shown.update(missing)
+                self.status(f"waiting for island {_listed(sorted(missing))}")
+            return self.is_late or not missing
+
+        if not self._seat.wait_for(is_there, self.config.wait):
+            missing = _listed(sorted(lacking()))
+            raise IslandRefused(
+                f"island {missing} did not come within diloco.wait = {self.config.wait:g} s; start "
+                "it with --island and the same --lighthouse"
+            )
+        needed = "running" if self.is_late else key
+        return {other: seen.card for other, seen in self._alive.items() if needed in seen.card}
+
+    def _compare_recipes(self, tables: Tables, other: int, theirs: Tables) -> None:
+        keys = [key for key in differing_keys(theirs, tables) if not OWN_KEYS.fullmatch(key)]
+        if keys:
+            raise IslandRefused(
+                f"the recipes of island {self.index} and island {other} differ in "
+                f"{', '.join(keys)}: give both the same file and --set"
+            )
+
+    def _compare_facts(
+        self, mine: Mapping[str, Any], sign: str | None, other: int, theirs: Mapping[str, Any]
+    ) -> None:
+        both = f"island {self.index} and island {other}"
+        if sign is not None and sign == theirs["sampler"]:
+            raise IslandRefused(
+                f"[rollout] {both} have one sampler at their rollout.url, which can have the "
+                "weights of one of them: start a server for each"
+            )
+        names = {"problems": "[data] the problems", "tokenizers": "the teachers' tokenizers"}
+        if not self.is_late:
+            names["weights"] = "[student] the weights at the start"
+        for name, words in names.items():
+            if mine[name] != theirs[name]:
+                raise IslandRefused(f"{words} of {both} are not the same: give both the same files")
+
+    def _compare_teachers(self, watch: Watch, other: int, theirs: Mapping[str, Any]) -> None:
+        """Ask this island's teachers what those of another island have answered."""
+        try:
+            watch.load_state_dict({"safe_step": watch.safe_step, "teachers": tensors(theirs)})
+        except WatchFailed as error:
+            raise IslandRefused(
+                f"island {self.index} has another teacher than island {other}, by a question with "
+                f"a known answer: {error}"
+            ) from error
+
+
+def sampler_sign(sampler: Sampler) -> str | None:
+    """Return what a sampler's server says of its weights; None for one in this process."""
+    return sampler.sign() if isinstance(sampler, ServerSampler) else None
+
+
+def digest_of_problems(problems: Sequence[Problem]) -> str:
+    """Return a digest of the questions and answers to train on, in their order."""
+    text = repr([(problem.question, problem.answer) for problem in problems])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """Return nested dicts with lists in the place of tensors, as JSON takes them."""
+    if isinstance(value, Tensor):
+        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist(),
+                "shape": list(value.shape)}  # fmt: skip
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def tensors(value: Any) -> Any:
+    """Return what ``plain`` was given."""
+    if isinstance(value, dict) and value.keys() == {"dtype", "values", "shape"}:
+        made = torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
+        return made.reshape(value["shape"])
+    return {key: tensors(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _listed(items: Sequence[int]) -> str:
+    return ", ".join(map(str, items))

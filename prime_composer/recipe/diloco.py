@@ -1,0 +1,117 @@
+"""Define ``[diloco]``: islands that train on their own and average their weights now and then."""
+
+from pydantic import Field, model_validator
+
+from prime_composer.recipe.bounds import MOST_STEPS
+from prime_composer.tables import Table
+
+MOST_ISLANDS = 64
+
+REFUSED = {
+    "moving_teacher": "[teacher.policy] moves with the policy of each island, and the islands "
+    "would have different teachers: set teacher.policy.update = 'live', or leave [diloco] out",
+    "quantize": "student.quantize trains latent weights, and the mean of rounded weights is not "
+    "rounded: leave student.quantize out, or leave [diloco] out",
+    "replay": "[replay] pairs would be those of an undivided run on every island: leave the replay "
+    "channel out of [loss], or leave [diloco] out",
+    "growth": "[rollout.growth] was never measured with islands, whose answers would grow at "
+    "different times after a fault: leave [rollout.growth] out, or leave [diloco] out",
+    "until": "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
+    "[trainer.until] out, or leave [diloco] out",
+    "ahead": "rollout.ahead samples by weights that an island may have to take back: leave "
+    "rollout.ahead out, or leave [diloco] out",
+    "lora": "student.lora trains the factors of a product, and the product of their means is not "
+    "the mean of the products: leave student.lora out, or leave [diloco] out",
+    "tape": "a tape is written by one run: leave `tape` out, or let the tape answer alone with "
+    "tape_only = true",
+    "keep": "checkpoint.keep = 1: islands may be one checkpoint apart when they are killed, and "
+    "would have none in common: set checkpoint.keep to at least 2",
+}
+"""What does not go together with ``[diloco]``: setting -> why, and what to do."""
+
+STAGES = (
+    "[diloco] and [[stages]]: islands would have to agree when a stage is over; run each stage as "
+    "a recipe of its own, from the student that island 0 left, or leave [diloco] out"
+)
+
+
+def island_folder(island: int) -> str:
+    """Return the folder of an island within the directory of the run."""
+    return f"island_{island}"
+
+
+def check_island(config: "DilocoConfig | None", is_island: bool) -> None:
+    """Refuse to run a recipe with islands as if it had none."""
+    if config is not None and not is_island:
+        raise ValueError(
+            "[diloco]: these are several runs. prime-rl rl --islands "
+            f"{config.replicas} starts all of them on this machine, and --island I --lighthouse "
+            "URL one; --set diloco.replicas=N is their number"
+        )
+
+
+class DilocoConfig(Table):
+    """Islands: each runs the whole recipe, and all average what ``every`` steps have changed.
+
+    With theta the weights that all islands have after the last outer step, and theta_i those of
+    island i, ``every`` steps of AdamW later, the outer step is one of SGD with Nesterov momentum on
+    the pseudo-gradient mean_i(theta - theta_i), in float32. It is torchft's. Experimental.
+
+    Source: DiLoCo, https://arxiv.org/abs/2311.08105.
+    """
+
+    replicas: int = Field(ge=1, le=MOST_ISLANDS)
+    """Islands. Each samples `trainer.batch_size` rollouts a step. Island i of n asks the problems
+    that are the i-th part of each step of one undivided run."""
+
+    every: int = Field(default=10, ge=1, le=MOST_STEPS)
+    """Steps of each island between two outer steps (the paper's H). `trainer.steps`, `eval.every`
+    and `checkpoint.every` are multiples of it."""
+
+    outer_lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
+    """Learning rate of the outer SGD. 1, without momentum, takes the mean of the weights."""
+
+    outer_momentum: float = Field(default=0.5, ge=0, lt=1)
+    """Nesterov momentum of the outer SGD. The paper's 0.9 makes a run of ten outer steps worse."""
+
+    min_replicas: int | None = Field(default=None, ge=1, le=MOST_ISLANDS)
+    """Fewest islands that take an outer step together; with fewer, the others wait. Unset: a
+    majority. Less than a majority lets islands go on that cannot see each other; the run of one
+    that was left behind then ends with an error."""
+
+    wait: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
+    """Seconds that an outer step waits for the slowest island: longer than its longest `every`
+    steps take, an evaluation included."""
+
+    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """Seconds that the mean of one tensor may take, or the copy of another island's state by one
+    that comes back: five times the student in float32."""
+
+    @model_validator(mode="after")
+    def _check_min_replicas(self) -> "DilocoConfig":
+        if self.fewest > self.replicas:
+            raise ValueError(
+                f"min_replicas = {self.min_replicas} is more than replicas = {self.replicas}: "
+                "lower it"
+            )
+        return self
+
+    @property
+    def fewest(self) -> int:
+        """``min_replicas``, or a majority of the islands."""
+        return self.replicas // 2 + 1 if self.min_replicas is None else self.min_replicas
+
+    def check_steps(self, key: str, steps: int) -> None:
+        """Refuse a number of steps that does not end with an outer step. 0 is none at all."""
+        if steps % self.every:
+            larger = steps + self.every - steps % self.every
+            raise ValueError(
+                f"{key} = {steps} is no multiple of diloco.every = {self.every}, and only outer "
+                f"steps are evaluated and saved: the next one is {larger}"
+            )
+
+    def refuse(self, **present: bool) -> None:
+        """Refuse the settings of ``REFUSED`` that are present."""
+        for name, is_present in present.items():
+            if is_present:
+                raise ValueError(f"[diloco] and {REFUSED[name]}")

@@ -1,0 +1,68 @@
+"""The command line with faults: ``python -m tests.islands.child PLAN WORDS``, PLAN a JSON object.
+
+slow: seconds that each update takes longer. gate: {"step": n, "file": path}: step n waits until the
+file is there. kill_after: the step after which the process kills itself. kill_in: the outer step,
+from 0, in the middle of whose all-reduces it does so.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from prime_composer.cli.commands import main
+from prime_composer.local.islands import board, island, lighthouse, outer
+from prime_composer.local.run import Run
+
+HEARTBEAT_MS = 1500
+"""Shorter than the lighthouse's own, and so is the age of a card that is alive."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disturb(plan: dict[str, Any]) -> None:
+    """Patch the package as the plan says."""
+    lighthouse.HEARTBEAT_MS = HEARTBEAT_MS
+    board.ALIVE_SECONDS = 2.5
+    update, end_step = Run.update, Run.end_step
+
+    def slow_update(self: Run, batch: Any, step: int) -> dict[str, float]:
+        time.sleep(plan.get("slow", 0.0))
+        gate = plan.get("gate", {"step": 0})
+        while step == gate["step"] and not Path(gate["file"]).exists():
+            time.sleep(0.05)
+        return update(self, batch, step)
+
+    def last_end_step(self: Run, step: int, *rest: Any) -> None:
+        end_step(self, step, *rest)
+        assert self.island is not None
+        if self.island.is_outer(step):
+            digest = island.digest_of(self.student.trained)
+            print(f"after {step}: step {self.student.steps} {digest}", flush=True)
+        if step == plan.get("kill_after"):
+            die()
+
+    Run.update, Run.end_step = slow_update, last_end_step
+    if "kill_in" in plan:
+        torchft = outer.import_torchft()
+        allreduce, calls = torchft.Manager.allreduce, []
+
+        def dying(self: Any, *words: Any, **how: Any) -> Any:
+            if self.current_step() == plan["kill_in"]:
+                calls.append(1)
+            if len(calls) == 3:  # two tensors are on their way
+                time.sleep(0.2)
+                die()
+            return allreduce(self, *words, **how)
+
+        torchft.Manager.allreduce = dying
+
+
+if __name__ == "__main__":
+    disturb(json.loads(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

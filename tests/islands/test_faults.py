@@ -1,0 +1,156 @@
+"""Islands whose processes are killed, slow, stopped or resumed."""
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command import numbers
+from tests.fork_server import ForkServer
+from tests.islands.rig import KILLED, Rig, digests, ended, tables, text_so_far, until
+from tests.local.helpers import tiny_models, weights
+
+torchft = pytest.importorskip("torchft")
+OpenRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig(engine_forks: ForkServer, tmp_path: Path) -> Iterator[OpenRig]:
+    """Return what opens a rig, with its lighthouse, for ``section__key=value`` changes."""
+    rigs: list[Rig] = []
+
+    def open_rig(**changes: Any) -> Rig:
+        folder = tmp_path / str(len(rigs))
+        folder.mkdir()
+        raw = tables(**changes)
+        tiny_models(raw)
+        rigs.append(Rig(engine_forks, folder, raw))
+        return rigs[-1]
+
+    yield open_rig
+    for one in rigs:
+        one.close()
+
+
+def assert_equal_weights(rig: Rig, *islands: int) -> None:
+    first = weights(rig.run_dir(0))
+    for index in islands:
+        own = weights(rig.run_dir(index))
+        assert all(torch.equal(first[name], own[name]) for name in first), index
+
+
+def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> None:
+    """The other one goes on alone. Then the killed one takes its state, and both end as one."""
+    one = rig(diloco__min_replicas=1, trainer__steps=12)
+    one.light()
+    go = one.folder / "go"
+    stays = one.island(0, gate={"step": 8, "file": str(go)})
+    ended(one.island(1, kill_after=3), KILLED)
+    until(lambda: len(one.records(0)) > 7, stays)  # steps 0 to 7
+    assert [row["islands/together"] for row in one.records(0) if row["step"] in (2, 6)] == [2, 1]
+    back = one.island(1, "--resume")
+    until(lambda: "next outer step" in text_so_far(back), back, stays)
+    go.touch()
+    ours, theirs = digests(ended(stays)), digests(ended(back))
+    assert {*theirs} == {10, 12}
+    assert all(ours[step] == theirs[step] for step in theirs)
+    assert_equal_weights(one, 0, 1)
+    assert one.records(0)[-1]["islands/together"] == 2
+
+
+def test_island_that_is_killed_within_the_all_reduce_costs_its_steps_alone(rig: OpenRig) -> None:
+    """The survivor's weights are those of the last outer step; it takes the steps again."""
+    one = rig(diloco__min_replicas=1)
+    one.light()
+    stays = one.island(0)
+    ended(one.island(1, kill_in=1), KILLED)
+    text = ended(stays)
+    assert "the outer step failed" in text and "the steps 3 to 4 are taken again" in text
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("after ")]
+    assert [(first, third) for first, _, third, _ in lines][:3] == [
+        ("2:", "2"), ("4:", "2"), ("4:", "4"),
+    ]  # fmt: skip
+    assert lines[0][3] == lines[1][3] != lines[2][3]
+    assert [row["step"] for row in one.records(0)] == [*range(9)]
+
+
+@pytest.mark.slow
+def test_lighthouse_that_is_restarted_ends_nothing(rig: OpenRig) -> None:
+    one = rig(trainer__steps=12)
+    first = one.light()
+    both = [one.island(index, slow=0.2) for index in (0, 1)]
+    until(lambda: len(one.records(0)) > 4, *both)
+    first.kill()
+    ended(first, KILLED)
+    steps = len(one.records(0))
+    one.light()
+    for island in both:
+        ended(island)
+    assert_equal_weights(one, 0, 1)
+    assert steps < len(one.records(0)) == 13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_an_island_that_waits_for_another(rig: OpenRig, signum: int) -> None:
+    """Within seconds, with the last outer step saved, although a quorum may take a minute."""
+    one = rig()
+    one.light()
+    waits, stuck = one.island(0), one.island(1, gate={"step": 3, "file": "/nonexistent"})
+    until(lambda: len(one.records(0)) > 3, waits, stuck)
+    assert waits.poll(1.0) is None  # it waits for the other one
+    waits.send_signal(signum)
+    assert waits.poll(10.0) == 128 + signum
+    text = "".join(waits.communicate())
+    assert "step 2 is saved; continue with" in text and "--island 0 --lighthouse" in text
+    (checkpoint,) = (one.run_dir(0) / "checkpoints").iterdir()
+    assert checkpoint.name == "step_000002"
+
+
+@pytest.mark.slow
+def test_slow_island_is_waited_for(rig: OpenRig) -> None:
+    """Three islands, one nine times slower: all end with the same weights."""
+    one = rig(diloco__replicas=3, trainer__steps=6)
+    one.light()
+    islands = [one.island(index, slow=slow) for index, slow in enumerate((0.1, 0.1, 0.9))]
+    found = [digests(ended(island)) for island in islands]
+    assert found[0] == found[1] == found[2] and [*found[0]] == [2, 4, 6]
+    assert_equal_weights(one, 1, 2)
+
+
+@pytest.mark.slow
+def test_island_that_is_left_behind_says_so(rig: OpenRig) -> None:
+    """Slower than diloco.wait, and min_replicas below a majority, which would let it train on."""
+    one = rig(diloco__replicas=3, diloco__min_replicas=1, diloco__wait=2.0, trainer__steps=4)
+    one.light()
+    slow = [one.island(index, slow=seconds) for index, seconds in enumerate((0.1, 0.1, 9.0))]
+    ended(slow[0])
+    ended(slow[1])
+    text = ended(slow[2], 2)
+    assert "has finished without island 2" in text or "are not those of island" in text
+
+
+@pytest.mark.slow
+def test_resume_of_all_islands_is_bit_equal(rig: OpenRig) -> None:
+    """Both are killed at different places; one lacks its newest checkpoint."""
+    whole = rig()
+    whole.light()
+    for island in [whole.island(index) for index in (0, 1)]:
+        ended(island)
+    cut = rig()
+    cut.light()
+    killed = [cut.island(0, kill_after=7), cut.island(1, kill_after=6)]
+    for island in killed:
+        ended(island, KILLED)
+    shutil.rmtree(cut.run_dir(1) / "checkpoints" / "step_000006")
+    again = [cut.island(index, "--resume") for index in (0, 1)]
+    texts = [ended(island) for island in again]
+    assert all("resuming after step 4" in text for text in texts)
+    for index in (0, 1):
+        assert numbers(whole.run_dir(index)) == numbers(cut.run_dir(index))
+        mine, theirs = weights(whole.run_dir(index)), weights(cut.run_dir(index))
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
