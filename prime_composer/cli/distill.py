@@ -14,7 +14,7 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from prime_composer.local.run import Outcome
+    from prime_composer.local.run_dir.outcome import Outcome
 
 AnyRecipe = Recipe | Mapping[str, Any] | str | PathLike[str]
 

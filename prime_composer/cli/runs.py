@@ -29,7 +29,7 @@ from prime_composer.tiny_models.cache import prepare_models
 
 if TYPE_CHECKING:
     from prime_composer.local.islands.island import Island
-    from prime_composer.local.run import Outcome
+    from prime_composer.local.run_dir.outcome import Outcome
 
 
 def run_stages(wishes: Sequence[Wish], command: str) -> int:
@@ -140,7 +140,7 @@ def _run(
     island: "Island | None",
 ) -> int:
     from prime_composer.cli.progress import Screen
-    from prime_composer.local.run import RunStopped
+    from prime_composer.local.run_dir.outcome import RunStopped
     from prime_composer.local.train import train
     from prime_composer.step.gradients import NonFiniteLoss
 

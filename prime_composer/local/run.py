@@ -33,6 +33,7 @@ from prime_composer.local.run_dir.checkpoint import (
     tidy,
 )
 from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.run_dir.outcome import Outcome, RunStopped
 from prime_composer.local.run_dir.room import (
     bytes_ahead,
     checkpoint_bytes,
@@ -68,47 +69,6 @@ class Display(Protocol):
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show a finished step."""
         ...
-
-
-class RunStopped(ValueError):
-    """An error that is not the recipe's ended a run after its start.
-
-    Attributes:
-        step: the step to continue from; 0 where no checkpoint is there.
-        checkpoint: the checkpoint of that step; None where there is none.
-    """
-
-    def __init__(self, message: str, checkpoint: Checkpoint | None):
-        super().__init__(message)
-        self.step = 0 if checkpoint is None else checkpoint.step
-        self.checkpoint = checkpoint
-
-
-@dataclass
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        run_dir: the run directory.
-        steps: finished steps.
-        interrupted: whether a signal ended the run before its last step.
-        evaluations: step -> what was measured after it; step 0 is before training.
-        signum: number of the signal that came; None without one.
-        best: step of the evaluation by which ``trainer.until`` ended the run; None if it did not.
-    """
-
-    run_dir: Path
-    steps: int
-    interrupted: bool
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    signum: int | None = None
-    best: int | None = None
-
-    @property
-    def student(self) -> Path | None:
-        """The newest checkpoint, a directory of the model or its adapter; None without one."""
-        checkpoints = list_checkpoints(self.run_dir)
-        return checkpoints[-1].path if checkpoints else None
 
 
 @dataclass

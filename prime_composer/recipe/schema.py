@@ -15,8 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_composer.losses import LOSS_TYPES, AnyLoss, require
-from prime_composer.losses.needs import OF_TEACHER
+from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
@@ -30,24 +29,23 @@ from prime_composer.recipe.environment import (
     check_without_solutions,
     comparable_metrics,
 )
-from prime_composer.recipe.lora import check_adapter
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
 from prime_composer.recipe.rollout import ReplayConfig as ReplayConfig
 from prime_composer.recipe.rollout import RolloutConfig, check_growth, check_sizes
-from prime_composer.recipe.teacher import (
-    OneOfSeveralConfig,
-    ReferenceConfig,
-    TeacherConfig,
+from prime_composer.recipe.rules.teachers import (
+    check_adapter,
     check_ahead,
     check_choice_of_teachers,
     check_hint,
     check_own_tokenizers,
+    check_reference_loss,
     check_reference_model,
     check_sampling_teachers,
     check_tapes,
 )
+from prime_composer.recipe.teacher import OneOfSeveralConfig, ReferenceConfig, TeacherConfig
 from prime_composer.recipe.teacher import PolicyTeacherConfig as PolicyTeacherConfig
 from prime_composer.recipe.watchers import (
     CheckpointConfig,
@@ -409,17 +407,7 @@ class Recipe(Table):
         if self.reference is None:
             return self
         check_reference_model(self.reference, self.student, self.teacher_tables)
-        able = " or ".join(repr(name) for name, loss in LOSS_TYPES.items() if loss.takes_reference)
-        if not self.loss.compares_with_teacher:
-            raise ValueError(f"[reference] goes with a loss of type {able}")
-        for section, (loss, needs) in self.loss.needs_by_section().items():
-            read = needs & OF_TEACHER
-            if read and (not loss.takes_reference or read != {"ref_logprobs"}):
-                raise ValueError(
-                    f"[reference] changes the teacher's log-prob of the sampled token, which is "
-                    f"then none of a distribution, and [{section}] type = {loss.type!r} reads more "
-                    f"than that: use type = {able} without a baseline"
-                )
+        check_reference_loss(self.loss)
         return self
 
     @model_validator(mode="after")

@@ -18,8 +18,8 @@ from prime_composer.local import collect as collecting
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import conversation_room
-from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.sources import Sources, load_sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.train import train

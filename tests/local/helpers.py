@@ -14,8 +14,8 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
-from prime_composer.local.run import Outcome
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.outcome import Outcome
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set

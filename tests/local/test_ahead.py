@@ -18,8 +18,8 @@ from prime_composer.backends.errors import check_wanted
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import WatchFailed

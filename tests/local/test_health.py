@@ -21,8 +21,9 @@ from prime_composer.local.health import (
     tokens_of_no_use,
 )
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run import RunStopped, kept_steps
+from prime_composer.local.run import kept_steps
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import train

@@ -13,7 +13,7 @@ import torch
 
 from prime_composer.cli.commands import main
 from prime_composer.local.probe.run import probe
-from prime_composer.local.run import RunStopped
+from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set

@@ -15,8 +15,8 @@ from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import Preflight, preflight
-from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import CROWD, Watch, WatchFailed
 from prime_composer.problems.loading import load_problem_set

@@ -1,0 +1,1 @@
+"""Rules between the tables of a recipe."""
