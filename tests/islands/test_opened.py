@@ -10,9 +10,9 @@ import torch
 from prime_composer.local.islands.island import Island, IslandRefused, plain
 from prime_composer.local.islands.lighthouse import open_lighthouse
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run import open_watch
 from prime_composer.local.student import Student
 from prime_composer.local.train import train
+from prime_composer.local.watch import open_watch
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.loading import parse_recipe
@@ -73,7 +73,7 @@ def test_islands_compare_what_they_have_opened(
             problems = load_problem_set(recipe.sources)
             paths = prepare_models(recipe, problems)
             engine = opened.enter_context(open_engine(recipe, problems, paths, lambda text: None))
-            watch = open_watch(engine, recipe, True, lambda text: None)
+            watch = open_watch(engine, recipe, lambda text: None)
             island = Island(DilocoConfig(replicas=2, wait=20.0), index, at_board, lambda text: None)
 
             def meet(island=island, recipe=recipe, engine=engine, watch=watch) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from prime_composer.backends.cpu_guard import use_threads
 from prime_composer.backends.errors import NotWanted, check_wanted
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.ahead.batches import Weights
@@ -207,12 +208,8 @@ def test_signal_gives_up_the_wait_for_a_server_alone() -> None:
 
 def test_thread_computes_with_the_threads_of_the_run() -> None:
     seen = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with use_threads(3):  # vLLM, where another test has imported it, leaves PyTorch's own idle
         trainer = Trainer(1, collects=lambda step: seen.append(torch.get_num_threads()))
         with closing(trainer):
             trainer.run(1, 2)
-    finally:
-        torch.set_num_threads(before)
     assert set(seen) == {3}
