@@ -105,15 +105,18 @@ def _rl(args: argparse.Namespace) -> int:
             raise ValueError("--overwrite, --step and islands belong to --engine local")
         return _rl_upstream(args)
     set_environment()
+    if of_islands:
+        with ending_at_once():
+            from prime_composer.cli.islands.run import rl_islands
+
+        with stopping_at_once():
+            return rl_islands(args, repeated(args))
     with ending_at_once():
-        from prime_composer.cli.islands.run import rl_islands
         from prime_composer.cli.runs import plan_local, plan_stages, run_local, run_stages
         from prime_composer.local.run_dir.stages import wishes_of
         from prime_composer.recipe.stages import load_stages
 
     with stopping_at_once():
-        if of_islands:
-            return rl_islands(args, repeated(args))
         recipes, path = load_stages(args.config, args.overrides), Path(args.config)
         how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
         wishes = wishes_of(recipes, path, args.output_dir, **how)
@@ -307,7 +310,7 @@ def prepare_on_screen(
         return prepare_models(recipe, problems, rebuild, screen.preparing)
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
+Option = islands.Option
 
 
 def option(*flags: str, **how: Any) -> Option:

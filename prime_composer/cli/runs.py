@@ -163,8 +163,7 @@ def _run(
                 raise
             line = line_to_resume(_named(wish, path), path, command, error.step)
             raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
-    evaluates = island is None or island.index == 0
-    drawn = evaluates and _show(outcome, recipe)
+    drawn = (island is None or island.evaluates) and _show(outcome, recipe)
     # A signal during the last step of a stage ends it, and keeps the next one from its start.
     if outcome.interrupted or (wish.stage < wish.stages and outcome.signum is not None):
         print(f"stopped after step {outcome.steps}; {how_to_go_on(wish, path, command)}")

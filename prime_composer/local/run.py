@@ -228,9 +228,14 @@ class Run:
         saved = [one.step for one in list_checkpoints(self.run_dir) if one.step <= healthy]
         return f" (saved before it: step {saved[-1]}, --step {saved[-1]})" if saved else ""
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether this run measures the student: each one but the islands after the first."""
+        return self.island is None or self.island.evaluates
+
     def is_measured(self, step: int) -> bool:
         """Return whether a step ends with an evaluation."""
-        if self.island is not None and self.island.index > 0:
+        if not self.evaluates:
             return False
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
 
@@ -261,7 +266,7 @@ class Run:
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
         done = self.student.steps
-        if done == 0 and not (self.island is not None and self.island.index):
+        if done == 0 and self.evaluates:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             check_measured(self.recipe.trainer.until, self.evaluations[0])

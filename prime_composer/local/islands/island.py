@@ -199,6 +199,11 @@ class Island:
         """The number of this island, and how many there are."""
         return self.index, self.config.replicas
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether this island measures the student for all of them."""
+        return self.index == 0
+
     def is_outer(self, step: int) -> bool:
         """Return whether an outer step belongs to the end of a step."""
         return step % self.config.every == 0

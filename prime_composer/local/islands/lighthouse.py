@@ -7,7 +7,6 @@ from prime_composer.local.islands.board import Board
 from prime_composer.local.islands.outer import import_torchft
 from prime_composer.recipe.diloco import DilocoConfig
 
-PORT = 29510
 HEARTBEAT_MS = 5000
 """Silence after which the lighthouse takes an island for dead."""
 
