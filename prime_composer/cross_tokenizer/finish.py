@@ -34,6 +34,10 @@ MOST_ROWS = 6
 UNLISTED = 0.05
 """Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
 
+UNREACHED = math.exp(NEVER)
+"""Mass of a position up to which it has no score: the teacher's text does not lead there. Other
+tokenizations mostly have more mass there, and where it was compared, log Q was off by nats."""
+
 FULL = 1 - 1e-6
 """Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
 
@@ -77,8 +81,8 @@ def token_scores(
         support = positions.support(positions.filtered(plain), k, None)
     else:
         support = positions.support(masses, k, own)
-    listed = positions.is_listed
-    at, n = positions.at[listed], len(plan.positions)
+    has_score = positions.has_score
+    at, n = positions.at[has_score], len(plan.positions)
     scores = Scores(
         torch.full((n,), NEVER),
         torch.arange(k).repeat(n, 1),
@@ -87,10 +91,10 @@ def token_scores(
         scored=torch.zeros(n, dtype=torch.bool),
     )
     assert scores.known is not None and scores.scored is not None
-    scores.ref_logprobs[at] = torch.from_numpy(own[listed]).float()
-    scores.token_ids[at] = torch.from_numpy(support.ids[listed])
-    known = torch.from_numpy(support.known[listed])
-    logprobs = torch.from_numpy(support.q[listed]).float().log()
+    scores.ref_logprobs[at] = torch.from_numpy(own[has_score]).float()
+    scores.token_ids[at] = torch.from_numpy(support.ids[has_score])
+    known = torch.from_numpy(support.known[has_score])
+    logprobs = torch.from_numpy(support.q[has_score]).float().log()
     scores.teacher_logprobs[at] = torch.where(known, logprobs, NEVER)
     scores.known[at], scores.scored[at] = known, True
     return scores, positions.totals(support, masses)
@@ -155,7 +159,7 @@ class Positions:
     Attributes:
         at: the place of each in the completion, [n].
         masses: before refinement.
-        is_listed: whether what the rows do not list is little, [n].
+        has_score: whether the teacher's text leads there, and the rows list most of its mass, [n].
     """
 
     def __init__(self, pair: Pair, plan: Plan, candidates: Candidates, rows: Rows):
@@ -190,7 +194,7 @@ class Positions:
             )
         )
         whole = self.masses.total + self.end + self.nobody
-        self.is_listed = unlisted <= UNLISTED * whole
+        self.has_score = (whole > UNREACHED) & (unlisted <= UNLISTED * whole)
         share = bound / np.where(whole > 0, whole, 1.0)
         self.off_path = np.where(whole > 0, share.clip(max=1.0), 1.0)
 
@@ -363,19 +367,19 @@ class Positions:
 
     def totals(self, support: Supports, masses: Masses) -> Totals:
         """Return sums over the positions."""
-        listed, norm = self.is_listed, self.norm(masses)
+        here, norm = self.has_score, self.norm(masses)
         unlisted = np.minimum(masses.unlisted / np.where(norm > 0, norm, 1.0), 1.0)
         mass = np.where(support.known, support.q, 0.0).sum(-1)
         values: Mapping[str, float] = {
             "tokens": len(self.plan.positions),
             "teacher_tokens": len(self.plan.teacher_ids),
-            "scored": listed.sum(),
-            "aligned": (self.skip == 0)[listed].sum(),
-            "noncanonical": (~self.canonical)[listed].sum(),
-            "support_size": support.known[listed].sum(),
-            "unresolved_mass": (1 - mass)[listed].sum(),
-            "off_path_bound": self.off_path[listed].sum(),
-            "unlisted": unlisted[listed].sum(),
+            "scored": here.sum(),
+            "aligned": (self.skip == 0)[here].sum(),
+            "noncanonical": (~self.canonical)[here].sum(),
+            "support_size": support.known[here].sum(),
+            "unresolved_mass": (1 - mass)[here].sum(),
+            "off_path_bound": self.off_path[here].sum(),
+            "unlisted": unlisted[here].sum(),
         }
         return {name: float(value) for name, value in values.items()}
 

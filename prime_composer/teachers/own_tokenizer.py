@@ -423,6 +423,9 @@ class ByRows:
             return token_scores(self.pair, plan, candidates, listed, k, fixed=self._fixed)
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
+        if read.token_ids.shape[1] >= size:
+            # What whole rows lack of 1 is rounding, which is much beside an improbable text.
+            candidates = replace(candidates, unlisted=torch.zeros_like(candidates.unlisted))
         return token_scores(self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed)
 
 

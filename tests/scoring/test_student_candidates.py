@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -165,6 +166,46 @@ def test_sums_of_a_server_equal_those_of_whole_rows(kind, fixed):
         found = ByRows(pair, fixed=fixed).scores(plan, read, 8, logits.shape[1], question)
         known += check_same(pair, plan, logits, found, 8, fixed=fixed)
     assert known > 50
+
+
+def test_improbable_texts_have_the_same_scores_on_both_roads():
+    """Tokens of several bytes are so improbable that a row's sum is rounded by as much as these."""
+    scored = unscored = 0
+    for seed, lower in product(range(3), (8.0, 10.0, 12.0)):
+        pair = pair_of(seed, words=False, counts=(40, 4))
+        plan = plan_of(pair, written(pair, 2 * seed))
+        logits = logits_of(pair, plan, seed)
+        long = [at for at, content in enumerate(pair.teacher.of_id) if len(content or b"") > 1]
+        logits[:, long] -= lower
+        question, read = asked(pair, plan, logits, 8, listed=len(pair.teacher.of_id))
+        listed = logits.log_softmax(-1).topk(logits.shape[1])
+        here = Scores(read.ref_logprobs, listed.indices, listed.values)
+        for found in (
+            ByRows(pair).scores(plan, here, 8, logits.shape[1]),
+            ByRows(pair).scores(plan, read, 8, logits.shape[1], question),
+        ):
+            check_same(pair, plan, logits, found, 8, fixed=False)
+        masses = masses_across(pair, plan, logits.double().softmax(-1))
+        for at, mass in masses.items():
+            assert bool(found[0].scored[at]) == (mass > 1e-6), (at, mass)
+        scored += sum(1e-6 < mass < 1e-5 for mass in masses.values())
+        unscored += sum(mass <= 1e-6 for mass in masses.values())
+    assert scored > 3 and unscored > 3
+
+
+def masses_across(pair, plan, rows):
+    """Return the teacher's mass across each place within its tokens, over its own path to there."""
+    found = {}
+    for at, position in enumerate(plan.positions):
+        if position is not None and position.skip > 0:
+            found[at] = 0.0
+            for part in position.straddling:
+                path = 1.0
+                for row in range(part.row, position.row):
+                    path *= float(rows[row, plan.teacher_ids[row]])
+                ids = pair.tables.order[part.tokens]
+                found[at] += float(rows[part.row, ids].sum()) / path
+    return found
 
 
 def test_mass_of_a_heads_padding_belongs_to_nobody():
