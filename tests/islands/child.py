@@ -1,8 +1,9 @@
 """The command line with faults: ``python -m tests.islands.child PLAN WORDS``, PLAN a JSON object.
 
 slow: seconds that each update takes longer. gate: {"step": n, "file": path}: step n waits until the
-file is there. kill_after: the step after which the process kills itself. kill_in: the outer step,
-from 0, in the middle of whose all-reduces it does so.
+file is there. explode: the step whose update leaves weights that are far too large. kill_after: the
+step after which the process kills itself. kill_in: the outer step, from 0, in the middle of whose
+all-reduces it does so.
 """
 
 import json
@@ -36,6 +37,10 @@ def disturb(plan: dict[str, Any]) -> None:
         gate = plan.get("gate", {"step": 0})
         while step == gate["step"] and not Path(gate["file"]).exists():
             time.sleep(0.05)
+        if step == plan.get("explode"):
+            self.student.optimizer.register_step_post_hook(
+                lambda *_: [parameter.data.mul_(1e9) for parameter in self.student.trained]
+            )
         return update(self, batch, step)
 
     def last_end_step(self: Run, step: int, *rest: Any) -> None:

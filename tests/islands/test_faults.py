@@ -79,6 +79,25 @@ def test_island_that_is_killed_within_the_all_reduce_costs_its_steps_alone(rig: 
 
 
 @pytest.mark.slow
+def test_island_whose_weights_explode_is_never_averaged(rig: OpenRig) -> None:
+    """In the update before an outer step, with a second one to go; the other island goes on."""
+    one = rig(diloco__min_replicas=1)
+    one.light()
+    stays, explodes = one.island(0), one.island(1, explode=4)
+    text = ended(explodes, 1)
+    assert "step 4" in text and "weights" in text and "Traceback" not in text
+    ended(stays)
+    together = {
+        row["step"]: row["islands/together"]
+        for row in one.records(0)
+        if row["step"] % 2 == 0 < row["step"]
+    }
+    assert together == {2: 2, 4: 1, 6: 1, 8: 1}
+    assert max(float(tensor.abs().max()) for tensor in weights(one.run_dir(0)).values()) < 1e3
+    assert [path.name for path in (one.run_dir(1) / "checkpoints").iterdir()] == ["step_000002"]
+
+
+@pytest.mark.slow
 def test_lighthouse_that_is_restarted_ends_nothing(rig: OpenRig) -> None:
     one = rig(trainer__steps=12)
     first = one.light()

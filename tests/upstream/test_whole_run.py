@@ -143,7 +143,7 @@ def run(
     roles = ("student", "teacher", *(["other"] if several else []))
     servers = {}
     for core, role in enumerate(roles):
-        files = model_folder / role, folder / f"{role}.jsonl"
+        files = (model_folder / role).resolve(), folder / f"{role}.jsonl"
         if vllm is not None and role in by_vllm:
             with_plugin = plugin and role == "teacher"
             servers[role] = launch_run.VllmServer(vllm, *files, str(core), with_plugin)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.export.stages import export_stages
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.versions.records import VERSIONS
 from tests.upstream.e2e.launch_run import free_port
@@ -39,6 +40,7 @@ def native(
     apart=False,
     lora=False,
     batch=BATCH,
+    after=None,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -67,6 +69,7 @@ def native(
         apart: the teacher has a tokenizer of its own.
         lora: the student trains adapters alone.
         batch: rollouts per step.
+        after: directory of a run; this one is the stage after it.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -159,7 +162,12 @@ def native(
         recipe["environments"] = environments
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    table = export_recipe(parse_recipe(recipe), version).table
+    if after is None:
+        table = export_recipe(parse_recipe(recipe), version).table
+    else:
+        both = [parse_recipe(recipe | {"output_dir": one}) for one in (str(after), "outputs")]
+        files = [Path("1.toml"), Path("2.toml")]
+        table = export_stages(both, version, {}, None, "x", files)[0][1].table
     if resume:
         VERSIONS[version].resume(table)
     if rl:
