@@ -246,8 +246,8 @@ class TeacherConfig(ModelConfig):
         if backend.serves or backend.opens is not None:
             own = "server" if backend.serves else "sampler"
             raise ValueError(
-                f"rollout.backend = {student_backend!r} is the student's {own}, and the teacher "
-                "has none: set url in the teacher's table, or its backend to 'vllm' or "
+                f"rollout.backend = {student_backend!r} is the student's {own}, and a teacher or "
+                "[reference] has none: set url in its table, or its backend to 'vllm' or "
                 "'transformers'"
             )
         return student_backend
