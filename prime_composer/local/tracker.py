@@ -52,10 +52,7 @@ class Tracker:
         self._tensorboard: Any = None
         self._wandb: Any = None
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+            self._tensorboard = writer_after(run_dir, resume_step)
         if config.wandb is not None:
             # A resumed run continues its own W&B run. W&B ignores steps that it has already; the
             # resumed run only repeats their numbers.
@@ -111,12 +108,15 @@ class Tracker:
         self._file = path.open("ab", buffering=0)
 
     def rewind(self, step: int) -> None:
-        """Drop the records after a step that is finished again."""
+        """Drop the records after a step that is finished again; W&B keeps its first numbers."""
         path = Path(self._file.name)
         self._file.close()
         _rewrite(path, [one for one in parse_records(path) if one["step"] <= step])
         self._file = path.open("ab", buffering=0)
         self.last_step = min(step, self.last_step)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = writer_after(path.parent, step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one record, whole or not at all. A crash of this process does not lose it.
@@ -173,6 +173,14 @@ class Tracker:
                 self._warn(f"warning: TensorBoard's files are not complete: {describe(error)}")
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def writer_after(run_dir: Path, step: int | None) -> Any:
+    """Return a writer of TensorBoard's files, which then leaves out what they have after a step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = None if step is None else step + 1
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
 
 
 def import_wandb() -> Any:

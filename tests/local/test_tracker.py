@@ -143,6 +143,22 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["loss"]
 
 
+def test_steps_that_are_finished_again_are_in_tensorboard_once(tmp_path: Path) -> None:
+    """As after an outer step of islands that failed."""
+    with Tracker(tmp_path, LoggingConfig(tensorboard=True)) as tracker:
+        for step in range(5):
+            tracker.log(step, {"loss": float(step)})
+        tracker.rewind(2)
+        tracker.log(3, {"loss": 9.0})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 9.0)]
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == expected
+    assert [(one["step"], one["loss"]) for one in read_metrics(tmp_path)] == expected
+
+
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replace W&B and return its calls in order. New runs are named run-1, run-2, ..."""
