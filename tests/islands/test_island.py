@@ -172,6 +172,12 @@ def test_two_processes_are_no_island_together(
     Seat(at_board, 1).close()
 
 
+def test_lighthouse_listens_by_ipv4() -> None:
+    opened = open_lighthouse(DilocoConfig(replicas=2), "::1", 0)
+    with pytest.raises(ValueError, match="--host ::1: islands connect .* by IPv4"), opened:
+        pass
+
+
 def test_lighthouse_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "FIRST_SECONDS", 0.0)
     url = f"http://user:word@127.0.0.1:{free_ports()}"
@@ -257,6 +263,8 @@ def test_numbers_travel_as_they_are() -> None:
 
 def test_address_and_interface_are_those_that_reach_the_lighthouse() -> None:
     assert own_address("http://127.0.0.1:29510") == "127.0.0.1"
+    with pytest.raises(ValueError, match="by IPv4, and ::1 has no such address; name one"):
+        own_address("http://[::1]:29510")
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(ValueError, match="no network interface.*203.0.113.9"):
         interface_of("203.0.113.9")

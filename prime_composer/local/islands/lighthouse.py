@@ -28,16 +28,19 @@ def open_lighthouse(config: DilocoConfig, host: str, port: int) -> Iterator[str]
 
     Raises:
         ImportError: torchft is not installed.
-        ValueError: a port is taken.
+        ValueError: a port is taken, or the host is an IPv6 address.
     """
     import_torchft()
     from torchft.coordination import LighthouseServer
 
-    bracketed = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        raise ValueError(
+            f"--host {host}: islands connect to each other by IPv4; name such an address or 0.0.0.0"
+        )
     for attempt in range(1, TRIES + 1):
         try:
             server = LighthouseServer(
-                bind=f"{bracketed}:{port}",
+                bind=f"{host}:{port}",
                 min_replicas=config.fewest,
                 join_timeout_ms=int(config.wait * 1000),
                 quorum_tick_ms=50,
@@ -57,7 +60,7 @@ def open_lighthouse(config: DilocoConfig, host: str, port: int) -> Iterator[str]
                     "name another port"
                 ) from None
     try:
-        yield f"http://{bracketed}:{chosen}"
+        yield f"http://{host}:{chosen}"
     finally:
         board.close()
         server.shutdown()

@@ -226,10 +226,20 @@ def _transport(host: str, timeout: timedelta) -> "HTTPTransport":
 
 
 def own_address(lighthouse: str) -> str:
-    """Return the IPv4 address of this machine on the way to the lighthouse, which others reach."""
+    """Return the IPv4 address of this machine on the way to the lighthouse, which others reach.
+
+    Raises:
+        ValueError: the lighthouse has no IPv4 address.
+    """
     parts = urlsplit(lighthouse)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))  # sends nothing
+        try:
+            probe.connect((parts.hostname, parts.port or 80))  # sends nothing
+        except socket.gaierror:
+            raise ValueError(
+                f"--lighthouse {lighthouse}: islands connect to each other by IPv4, and "
+                f"{parts.hostname} has no such address; name one that all islands reach"
+            ) from None
         return str(probe.getsockname()[0])
 
 
