@@ -24,24 +24,30 @@ Results for recipes/gsm8k_opd.toml with models of 900 SFT steps, one seed, 40 st
     tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
     tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
 
-Answers that may be longer collapse for good (``--seeds 0 --steps 40 --set rollout.max_tokens=94``):
+Answers that may be longer collapse for good. Five seeds, another processor, which trains other
+models (``--seeds 0 1 2 3 4 --steps 40 --set rollout.max_tokens=94``), mean (least to greatest):
 
-    loss         teacher  mask   accuracy  cut off  true KL      end growth  loops  warned
-    sampled      true     no        69.0%     0.0%    0.116  9.3e-01   0.81   0.0%       -
-    sampled      planted  no         7.5%   100.0%    0.531  2.1e-09   4.80  73.4%  step 3
-    sampled      planted  end       66.5%     0.5%    0.132  2.1e-09   0.86   1.6%  step 3
-    sampled      planted  loops      5.5%   100.0%    0.533  2.1e-09   4.80  78.1%  step 3
-    tail K = 16  true     no        80.0%     0.0%    0.059  9.3e-01   0.81   0.0%       -
-    tail K = 16  planted  no        47.0%    30.5%    0.386  2.1e-09   2.62  37.5%  step 3
-    tail K = 16  planted  end       81.5%     0.5%    0.075  2.1e-09   0.94   3.1%  step 3
-    tail K = 16  planted  loops     47.0%    31.5%    0.363  2.1e-09   2.58  35.9%  step 3
+    loss         teacher  mask               accuracy  cut off  true KL      end growth  loops
+    sampled      true     no      67.2% (66.0%-68.5%)     0.0%    0.141  8.4e-01   0.49   0.3%
+    sampled      planted  no         5.4% (3.0%-7.0%)   100.0%    0.717  2.1e-09   2.78  67.2%
+    sampled      planted  end     64.8% (60.5%-69.5%)     0.4%    0.173  2.1e-09   0.50   0.6%
+    sampled      planted  loops      4.0% (2.0%-6.5%)   100.0%    0.652  2.1e-09   2.78  84.7%
+    tail K = 16  true     no      74.4% (72.0%-76.0%)     0.0%    0.077  8.4e-01   0.48   0.0%
+    tail K = 16  planted  no      20.2% (17.0%-23.5%)    38.1%    0.430  2.1e-09   1.35  21.2%
+    tail K = 16  planted  end     55.7% (49.5%-60.5%)    16.0%    0.265  2.1e-09   0.82  10.3%
+    tail K = 16  planted  loops   19.0% (15.0%-24.0%)    44.0%    0.468  2.1e-09   1.42  27.8%
+
+Each planted run is warned of in step 3, the first in which it can be, and no run of the true
+teacher. The mask of the end restores the sampled token's accuracy. It restores two thirds of what
+the tail loss has lost: 16% of its answers are still cut. With one seed and the models of the first
+table it restored all.
 
 The teacher's probability of the end of text says so from the first step on. To leave repeated ends
 out does not help: the student writes them because it does not end.
 
 One token in about 16 has three fifths of |A|, and trains the sampled token's student never to stop.
 The tail loss is less sensitive. The token is not among the teacher's 16, so the mass of the bucket
-is compared, not e^-20. The mask restores the accuracy of both, and part of the KL.
+is compared, not e^-20.
 """
 
 import argparse
