@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from tests.mutation.tree import Edit
 
 LOSSES = "tests/losses/"
-OWN_TOKENIZER = ["tests/cross_tokenizer/test_supports.py", "tests/cross_tokenizer/test_target.py"]
+SERVED = "tests/scoring/test_student_candidates.py"
+OWN_TOKENIZER = [
+    "tests/cross_tokenizer/test_supports.py",
+    "tests/cross_tokenizer/test_target.py",
+    SERVED,
+]
 TESTS = {
     "divergences/base.py": ["tests/test_divergences.py"],
     "divergences/kl.py": ["tests/test_divergences.py"],
@@ -84,7 +89,7 @@ TESTS = {
     "cross_tokenizer/plan.py": OWN_TOKENIZER,
     "cross_tokenizer/sums.py": OWN_TOKENIZER,
     "cross_tokenizer/finish.py": OWN_TOKENIZER,
-    "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py"],
+    "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py", SERVED],
     "upstream/orchestrator/own_tokenizer.py": ["tests/upstream/test_own_tokenizer.py"],
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
@@ -1047,7 +1052,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "own tokenizer: unresolved ids floored": mutant(
         FINISH, "token_scores",
-        ("torch.from_numpy(support.known[listed])", "torch.ones(len(at), k, dtype=torch.bool)"),
+        ("torch.from_numpy(support.known[has_score])", "torch.ones(len(at), k, dtype=torch.bool)"),
+    ),
+    "own tokenizer: scores where nothing leads to": mutant(
+        FINISH, "Positions.__init__", ("whole > UNREACHED", "whole > 0"),
+    ),
+    "own tokenizer: rounding of whole rows counted": mutant(
+        "teachers/own_tokenizer.py", "ByRows.scores",
+        ("read.token_ids.shape[1] >= size", "read.token_ids.shape[1] > size"),
     ),
     "own tokenizer: turn that the teacher writes otherwise": mutant(
         TURNS, "OwnTokenizer.turn",
