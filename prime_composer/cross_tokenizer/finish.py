@@ -35,8 +35,8 @@ UNLISTED = 0.05
 """Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
 
 UNREACHED = math.exp(NEVER)
-"""Mass of a position up to which it has no score: the teacher's text does not lead there. Other
-tokenizations mostly have more mass there, and where it was compared, log Q was off by nats."""
+"""Mass of a position up to which it has no score: the teacher's text does not lead there. By the
+bound of ``off_path``, other tokenizations may have more mass in most such places."""
 
 FULL = 1 - 1e-6
 """Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
