@@ -38,6 +38,7 @@ from tests.faults.server import SpoilingServer
 from tests.fork_server import ForkServer
 from tests.local.helpers import Silent, weights
 from tests.local.helpers import rollout as a_rollout
+from tests.local.test_ahead import BESIDE, one_after_the_other
 from tests.vllm_process import VllmProcess
 
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
@@ -170,6 +171,30 @@ def test_train_environment_resumes_to_the_same_numbers(
     expected, resumed = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
     assert models == [raw["student"]["model"]] * 3
+
+
+def test_train_environment_ahead_is_as_stale_as_a_loop_in_one_thread(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """Tasks and problems that are played two steps ahead, also where a checkpoint has them."""
+    own = copy.deepcopy(raw)
+    own["rollout"] |= BESIDE | {"ahead": 2}
+    own["teacher"]["backend"] = "transformers"
+    own["trainer"] |= {"steps": 4, "lr": 1e-2, "batch_size": 8}
+    own["eval"] |= {"every": 2}
+    own["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    _, *records = run(own, tmp_path / "whole")
+    rows, final = one_after_the_other(own, behind=2)
+    for record, row in zip(records, rows, strict=True):
+        assert {key: record[key] for key in row if key in record} == row
+        assert {"loss", "rollout/turns", "rollout/reward/talk", "rollout/reward/sums"} <= row.keys()
+    assert [record["rollout/staleness"] for record in records] == [0, 1, 2, 2]
+    trained = weights(tmp_path / "whole")
+    assert all(torch.equal(trained[name], value) for name, value in final.items())
+    run(own, tmp_path / "cut", Silent(interrupt_at=3))
+    stored = list_checkpoints(tmp_path / "cut")[-1].load()["ahead"]
+    assert stored.keys() == {3, 4} and stored[3]["batch"] is not None
+    assert run(own, tmp_path / "cut", resume=True)[1:] == records
 
 
 def served(raw: dict[str, Any], server: SpoilingServer | VllmProcess) -> dict[str, Any]:

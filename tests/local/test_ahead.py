@@ -20,10 +20,10 @@ from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import open_engine
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.outcome import RunStopped
+from prime_composer.local.sources import load_sources
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import WatchFailed
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
@@ -55,7 +55,7 @@ def one_after_the_other(raw: dict[str, Any], behind: int) -> tuple[list[dict[str
     Step t trains on what the weights after step max(t - 1 - behind, 0) have sampled.
     """
     recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
+    problems = load_sources(recipe)
     rows = []
     with open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None) as engine:
         student = Student.of_recipe(recipe, engine)

@@ -5,12 +5,9 @@ As in test_whole_run.py, whose functions and stand-ins these are.
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from prime_composer.recipe.loading import parse_recipe
-from prime_composer.upstream.export.stages import export_stages
 from tests.upstream import test_whole_run as whole_run
 from tests.upstream.e2e import cpu_recipe
 from tests.upstream.test_whole_run import TOP_K, mean, other
@@ -50,7 +47,5 @@ def left_by(version, student, run_dir):
         "data": {},
         "trainer": {"steps": cpu_recipe.STEPS},
     }
-    both = [parse_recipe(recipe | {"output_dir": str(one)}) for one in (run_dir, run_dir / "next")]
-    files = [Path("1.toml"), Path("2.toml")]
-    exports, commands = export_stages(both, version, {}, None, "x", files)
-    return exports[1].table["model"]["name"], [c for c in commands if not c.endswith(".toml")]
+    table, commands = cpu_recipe.next_stage(recipe, version, run_dir, run_dir / "next")
+    return table["model"]["name"], [c for c in commands if not c.endswith(".toml")]

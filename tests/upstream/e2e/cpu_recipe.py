@@ -165,9 +165,7 @@ def native(
     if after is None:
         table = export_recipe(parse_recipe(recipe), version).table
     else:
-        both = [parse_recipe(recipe | {"output_dir": one}) for one in (str(after), "outputs")]
-        files = [Path("1.toml"), Path("2.toml")]
-        table = export_stages(both, version, {}, None, "x", files)[0][1].table
+        table = next_stage(recipe, version, after, "outputs")[0]
     if resume:
         VERSIONS[version].resume(table)
     if rl:
@@ -183,3 +181,11 @@ def native(
     return text.replace(
         'id = "null"', 'id = "tiny-harness"'
     )  # upstream's own wants PyPI at run time
+
+
+def next_stage(recipe, version, before, run_dir):
+    """Return the native table of a stage like the one in ``before``, and the commands until it."""
+    both = [parse_recipe(recipe | {"output_dir": str(one)}) for one in (before, run_dir)]
+    files = [Path("1.toml"), Path("2.toml")]
+    exports, commands = export_stages(both, version, {}, None, "x", files)
+    return exports[1].table, commands
