@@ -183,11 +183,17 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
 
     Raises:
         ImportError: transformers is missing.
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
+        ModelUnavailable: there is no such model, it is stored in fewer bits, or the hub cannot be
+            reached.
         ValueError: the logits are more than hidden states times the head's weight (a bias,
             soft-capping, a scale), or the tokenizer has ids that the head does not.
     """
     net = load_model(model)
+    if (stored := getattr(net.config, "quantization_config", None)) is not None:
+        raise ModelUnavailable(
+            f"{model} is quantized ({stored.quant_method.value}), and a student trains in float32: "
+            "name the unquantized model, or round it with [student.prepare] quantize"
+        )
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:

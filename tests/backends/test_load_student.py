@@ -134,6 +134,18 @@ def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
         load_student(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_student_in_fewer_bits_is_refused(models, tmp_path):
+    """Also with a kind of quantization that needs no other package."""
+    models.tied_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    online = {"linear_class": "autobitlinear", "quantization_mode": "online"}
+    config["quantization_config"] = {"quant_method": "bitnet", **online}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnavailable, match=r"is quantized \(bitnet\).*the unquantized model"):
+        load_student(tmp_path)
+
+
 def test_student_without_a_tokenizer_loads_in_eval_mode(models):
     model, tokenizer = load_student(models.tied)
     assert tokenizer is None and not model.training and lm_head_weight(model).shape == (131, 64)

@@ -91,6 +91,8 @@ def native(
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
+    if lora:
+        recipe["student"]["lora"] = {"rank": 8, "alpha": 32}
     if apart:
         recipe["teacher"]["tokenizer"] = "own"
     if asked_by is not None:
@@ -109,8 +111,6 @@ def native(
         }
     if newer:
         model |= {"attn": "flash_attention_2", "impl": "custom"}
-    if lora:
-        model["lora"] = {"rank": 8, "alpha": 32.0}
     prime_rl = {
         "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
         "trainer": {"model": model, "enable_router_replay": replay},
