@@ -186,17 +186,10 @@ class LossConfig(Table):
     def modifiers(self) -> tuple[Modifier, ...]:
         """Modifiers of the inputs, in the order in which they apply.
 
-        An RL mix has none: its terms keep their own.
+        An RL mix has the balance alone: its terms keep their own others.
         """
-        if self.rl_mix is not None:
-            return ()
-        chosen = (
-            self.repetition,
-            self.special_tokens,
-            self.clamp,
-            self.position_weights,
-            self.balance,
-        )
+        own = (self.repetition, self.special_tokens, self.clamp, self.position_weights)
+        chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 
     @property
@@ -222,7 +215,7 @@ class LossConfig(Table):
         """Terms of the sum to compute: the channels, or the loss itself and its RL mix."""
         if self.rl_mix is None:
             return self.channels
-        return self.rl_mix.beside(self.model_copy(update={"rl_mix": None}))
+        return self.rl_mix.beside(self.model_copy(update={"rl_mix": None, "balance": None}))
 
     def needs_by_section(
         self, section: str = "loss"

@@ -1,5 +1,7 @@
 """Weights of unequal sequences and environments, against means that are computed one by one."""
 
+import dataclasses
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -69,6 +71,20 @@ def test_balance_scales_each_tokens_gradient():
     both, alone, without = gradients
     assert alone == pytest.approx([2 * without[0], 0, 0.5 * without[2]])
     assert both == pytest.approx([6 * without[0], 0, 3.5 * without[2]])
+
+
+@pytest.mark.parametrize("kd", [0.0, 0.5])
+def test_balance_scales_both_parts_of_an_rl_mix(kd):
+    weights = torch.tensor([2.0, torch.nan, 0.5], dtype=torch.float64)
+    gradients = []
+    for knobs, own in (({"balance": {}}, weights), ({}, None)):
+        config = LOSS_TYPES["sampled_reverse_kl"](rl_mix={"kd": kd, "form": "add"}, **knobs)
+        advantages = torch.tensor([1.0, 0.0, -3.0], dtype=torch.float64)
+        inputs = dataclasses.replace(inputs_of(own), advantages=advantages)
+        setup_loss_fn(config)(inputs).loss.backward()
+        gradients.append(inputs.trainer_logprobs.grad.tolist())
+    balanced, plain = gradients
+    assert balanced == pytest.approx([2 * plain[0], 0, 0.5 * plain[2]]) and all(plain[::2])
 
 
 def test_balance_that_no_trainer_computes_is_refused():

@@ -235,7 +235,10 @@ def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]], steps: int) ->
     top_share = [
         value for record in early for key, value in record.items() if key.endswith("top1pct")
     ]
-    removed = [record.get("special_tokens/removed_signal_share", 0.0) for record in early]
+    removed = [
+        record.get("special_tokens/removed_signal", 0.0) / record.get("special_tokens/signal", 1.0)
+        for record in early
+    ]
     first = [min(warned) for _, warned in runs if warned]
     return (
         f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "

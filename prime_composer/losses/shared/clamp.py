@@ -41,19 +41,17 @@ class SoftClamp(Modifier):
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the inputs with ``loss_weights`` times w, and metrics of what was clamped.
 
-        ``clamp/tokens`` is the share of the mask's tokens above the limit, and ``clamp/removed``
-        the share of the sum of D that the weights take away.
+        ``clamp/tokens`` is the share of the mask's tokens above the limit, ``clamp/divergence`` the
+        mean of D, and ``clamp/removed`` what the weights take away of it, both in nats per token.
         """
         mask = inputs.loss_mask
         with torch.no_grad():
             distance = _divergence(inputs, mask)
             weights = self.limit / distance.clamp(min=self.limit)
-            total = torch.where(mask, distance, 0.0).sum()
-            kept = torch.where(mask, distance * weights, 0.0).sum()
-            removed = (total - kept) / total.clamp(min=torch.finfo(total.dtype).tiny)
             metrics = {
                 "clamp/tokens": token_mean(distance > self.limit, mask),
-                "clamp/removed": removed,
+                "clamp/divergence": token_mean(distance, mask),
+                "clamp/removed": token_mean(distance * (1 - weights), mask),
             }
             if inputs.loss_weights is not None:
                 weights = weights * inputs.loss_weights

@@ -89,8 +89,8 @@ class SpecialTokenMask(Modifier):
         """Return the inputs without these tokens, and metrics of what was removed.
 
         ``special_tokens/removed`` is the share of the mask's tokens. With A = log q - log p,
-        ``special_tokens/removed_signal`` is the |A| of the removed tokens per token of the mask,
-        and ``special_tokens/removed_signal_share`` its share of all |A|.
+        ``special_tokens/signal`` is the mean |A| of the mask's tokens, and
+        ``special_tokens/removed_signal`` what the removed ones contribute to it.
         """
         if self.strings:
             raise ValueError(
@@ -108,10 +108,9 @@ class SpecialTokenMask(Modifier):
             metrics = {"special_tokens/removed": token_mean(removed, mask)}
             if inputs.ref_logprobs is not None:
                 signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
-                total, total_removed = masked_sum(signal, mask), masked_sum(signal, removed)
-                metrics["special_tokens/removed_signal"] = total_removed / mask.sum().clamp(min=1)
-                divisor = total.clamp(min=torch.finfo(total.dtype).tiny)
-                metrics["special_tokens/removed_signal_share"] = total_removed / divisor
+                counted = mask.sum().clamp(min=1)
+                metrics["special_tokens/signal"] = masked_sum(signal, mask) / counted
+                metrics["special_tokens/removed_signal"] = masked_sum(signal, removed) / counted
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 
 
