@@ -93,6 +93,7 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
     if "diloco" in raw:
         raise RecipeError(f"{source}: {STAGES}")
     recipes = [_stage(raw, number, source) for number in range(1, len(stages) + 1)]
+    _check_reference(recipes[0], source)
     if recipes[0].rollout.url is not None:
         raise RecipeError(
             f"{source}: [[stages]] and rollout.url: a stage begins with a checkpoint of the one "
@@ -105,6 +106,25 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
             "rollout.renderer"
         )
     return recipes
+
+
+def _check_reference(recipe: Recipe, source: str) -> None:
+    """Refuse a reference that is the student's start, where the start is not the same model."""
+    reference = recipe.reference
+    if reference is None or not reference.start:
+        return
+    start = "[[stages]] and [reference] start = true"
+    if recipe.student.lora is not None:
+        raise RecipeError(
+            f"{source}: {start} with [student.lora]: from the second stage on the student begins "
+            "with the adapter of the one before it, and the reference would be without: name a "
+            "model in reference.model"
+        )
+    if reference.tape is not None:
+        raise RecipeError(
+            f"{source}: {start} with reference.tape: each stage starts from another model, and a "
+            "tape has the answers of one: name a model in reference.model, or leave the tape out"
+        )
 
 
 def _stage(raw: dict[str, Any], number: int, source: str) -> Recipe:

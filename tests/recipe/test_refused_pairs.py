@@ -17,6 +17,7 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.stages import parse_stages
 from prime_composer.trl.objective import read_loss
 from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.export.stages import export_stages
 from tests.command import toml
 from tests.tiny_qwen import make_model
 from tests.upstream.export_recipes import tables
@@ -39,6 +40,8 @@ STAGES: dict[str, Any] = {
                {"loss": {"type": "default"}, "steps": 2}],
     "loss": None, "trainer": {"batch_size": 8},
 }  # fmt: skip
+FROM_START = {**STAGES, "reference": {"start": True},
+              "stages": [{"loss": SAMPLED, "steps": 3}, {"loss": SAMPLED, "steps": 2}]}  # fmt: skip
 LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
 BEGUN: dict[str, Any] = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
 ISLANDS: dict[str, Any] = {"diloco": {"replicas": 2}, "trainer": {"steps": 100}}
@@ -67,6 +70,12 @@ def made(raw: dict[str, Any], folder: Path) -> str:
 def exported(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         export_recipe(parse_recipe(raw), "head")
+    return str(error.value)
+
+
+def exported_stages(raw: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        export_stages(parse_stages(raw), "head", {}, None, "r", [folder / "1", folder / "2"])
     return str(error.value)
 
 
@@ -142,6 +151,13 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
                  "stages": [{"loss": SAMPLED, "steps": 3}, STAGES["stages"][1]]},
     ),
     "`[rollout.growth]`, a stage of RL": (staged, {**STAGES, **GROWTH_IN_STAGES}),
+    "`[[stages]]`, `[reference] start = true`, `[student.lora]`": (
+        staged, {**FROM_START, "student": {"model": "s", "lora": {}}}
+    ),
+    "`[[stages]]`, `[reference] start = true`, `reference.tape`": (
+        staged, {**FROM_START, "reference": {"start": True, "tape": "a folder"}}
+    ),
+    "`[[stages]]`, `[student.lora]`, `prime-rl export`": (exported_stages, {**STAGES, **LORA}),
     "`[[stages]]`, `rollout.url`": (
         staged, {**STAGES, "rollout": {"backend": "server", "url": "http://a:1", "group_size": 2}}
     ),

@@ -14,6 +14,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.stages import folder_of, left_by_the_stage_before
 from prime_composer.upstream.export.exporter import Export, export_recipe
+from prime_composer.upstream.export.refusals import RUN_LOCALLY
 from prime_composer.upstream.export.toml import write_text
 
 BROADCAST = {"type": "filesystem"}
@@ -73,7 +74,15 @@ def export_stages(
     """Return the export of each stage, and the commands that run them.
 
     ``name`` is that of the run directory in ``outputs/``, and ``files`` are those of the exports.
+
+    Raises:
+        RecipeError: a stage cannot be exported.
     """
+    if recipes[0].student.lora is not None:
+        raise RecipeError(
+            "[[stages]] and [student.lora]: a run of prime-rl begins with a new adapter, and not "
+            f"with the one of the stage before it. Leave lora out, {RUN_LOCALLY}"
+        )
     exports: list[Export] = []
     commands: list[str] = []
     begins_with: Path | None = None
