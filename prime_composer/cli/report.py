@@ -277,28 +277,35 @@ def print_report(runs: Sequence[str | Path]) -> None:
         environments = environments_of(runs[0])
         if len(environments) > 1 and evaluated:
             console().print(outcome_table("by environment", before, after, environments))
-            print_shares(evaluated, list(environments))
+        print_shares(evaluated)
         print_answers(Path(runs[0]), [record["step"] for record in evaluated])
 
 
-def print_shares(evaluated: Sequence[Mapping[str, Any]], environments: Sequence[str]) -> None:
-    """Print what each environment was of the first and of the last evaluated step of a run."""
+def print_shares(evaluated: Sequence[Mapping[str, Any]]) -> None:
+    """Print what each environment, or teacher of rows, was of the first and last evaluated step."""
     trained = [record for record in evaluated if record["step"] > 0]
+    of_tokens = "rollout/token_share/"
+    names = {
+        key.removeprefix(of_tokens): None
+        for record in trained
+        for key in record
+        if key.startswith(of_tokens)
+    }
     columns = {
         title: (metric, shown)
         for title, (metric, shown) in SHARES.items()
-        if any(f"{metric}/{name}" in record for record in trained for name in environments)
+        if any(f"{metric}/{name}" in record for record in trained for name in names)
     }
     if not columns:
         return
     rows = []
-    for name in environments:
+    for name in names:
         pairs = [
             [shown(record.get(f"{metric}/{name}")) for record in (trained[0], trained[-1])]
             for metric, shown in columns.values()
         ]
         rows.append([name, *(" → ".join(pair) for pair in pairs)])
-    print_table(console(), ["environment", *columns], rows)
+    print_table(console(), ["part of a step", *columns], rows)
 
 
 def print_table(

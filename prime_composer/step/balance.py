@@ -1,4 +1,4 @@
-"""Weights of a step's samples by the loss's balance, and what each environment is of the step."""
+"""Weights of a step's samples by the loss's balance, and what each of its parts is of the step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,23 +15,24 @@ def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
 
     Of a conversation that branched, each sample counts as a sequence.
     """
-    weights = balance.of_sequences(list(map(trained_tokens, samples)), environments_of(samples))
+    environments = [sample.problem.environment for sample in samples]
+    weights = balance.of_sequences(list(map(trained_tokens, samples)), environments)
     return [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
 
 
 def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:
-    """Return what each environment is of a step; nothing where the step has only one.
+    """Return what each part is of a step (``parts_of``); nothing where the step has only one.
 
-    - ``rollout/token_share/ENVIRONMENT``: its share of the trained tokens.
-    - ``rollout/weight_share/ENVIRONMENT``: the same of the weights by the loss's ``balance``.
-    - ``rollout/kl/ENVIRONMENT``: mean of log mu - log q over the student's own tokens, in nats. Its
+    - ``rollout/token_share/NAME``: its share of the trained tokens.
+    - ``rollout/weight_share/NAME``: the same of the weights by the loss's ``balance``.
+    - ``rollout/kl/NAME``: mean of log mu - log q over the student's own tokens, in nats. Its
       expectation is the reverse KL to the teacher of the policy that samples.
 
     Args:
         samples: all of the step.
         of_teacher: the scores are a teacher's log-probs, and not extrapolated ones.
     """
-    names = environments_of(samples)
+    names = parts_of(samples)
     if len(set(names)) < 2:
         return {}
     tokens = list(map(trained_tokens, samples))
@@ -51,9 +52,9 @@ def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[st
     return metrics | {f"rollout/kl/{name}": gaps[name] / count for name, count in counts.items()}
 
 
-def environments_of(samples: Sequence[Sample]) -> list[str]:
-    """Return the name of each sample's environment."""
-    return [sample.problem.environment for sample in samples]
+def parts_of(samples: Sequence[Sample]) -> list[str]:
+    """Return the name of each sample's environment, or of the teacher that its row names."""
+    return [sample.problem.teacher or sample.problem.environment for sample in samples]
 
 
 def trained_tokens(sample: Sample) -> int:

@@ -11,7 +11,7 @@ from prime_composer.backends.hf_model import token_batches
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.step.balance import environments_of, shares
+from prime_composer.step.balance import parts_of, shares
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import Mismatch
 from prime_composer.step.replay import empty_pack, pair_inputs
@@ -95,13 +95,13 @@ def divisor_of(loss: Objective, batch: Batch) -> float:
 def gradient_shares(
     model: nn.Module, loss: Objective, batch: Batch, config: TrainerConfig, step: int
 ) -> dict[str, float]:
-    """Return ``rollout/gradient_share/ENVIRONMENT``; nothing where the step has only one.
+    """Return ``rollout/gradient_share/NAME`` of each of ``parts_of``; nothing where there is one.
 
-    The gradient of a step's rollouts is the sum of its environments' parts, g = sum_e g_e. The
-    share of an environment is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and
-    leaves model and loss as they are.
+    The gradient of a step's rollouts is the sum of its parts', g = sum_e g_e. The share of a part
+    is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and leaves model and loss as
+    they are.
     """
-    names = environments_of(batch.samples)
+    names = parts_of(batch.samples)
     if len(set(names)) < 2:
         return {}
     same = setup_loss_fn(loss.config, loss.section)  # a schedule must not see the step twice

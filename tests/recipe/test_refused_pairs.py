@@ -40,6 +40,7 @@ STAGES: dict[str, Any] = {
                {"loss": {"type": "default"}, "steps": 2}],
     "loss": None, "trainer": {"batch_size": 8},
 }  # fmt: skip
+BALANCED = {"loss": {**SAMPLED, "balance": {"by": "sequence"}}}
 FROM_START = {**STAGES, "reference": {"start": True},
               "stages": [{"loss": SAMPLED, "steps": 3}, {"loss": SAMPLED, "steps": 2}]}  # fmt: skip
 LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
@@ -89,7 +90,7 @@ def probed(raw: dict[str, Any], folder: Path) -> str:
 
 def for_trl(raw: dict[str, Any], folder: Path) -> str:
     (folder / "r.toml").write_text(toml(raw))
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(ValueError) as error:
         read_loss(folder / "r.toml")
     return str(error.value)
 
@@ -144,6 +145,13 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
         parsed, {"loss": {"type": "sft"}, "rollout": {**GROWTH, "student_fraction": 0.0}}
     ),
     "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
+    "`balance`, `prime-rl export`": (exported, BALANCED),
+    "`balance`, a recipe for TRL": (for_trl, BALANCED),
+    "`[loss.balance]`, `distillm2`": (
+        parsed, {"loss": {"type": "distillm2", "beta_steps": 4, "balance": {"by": "sequence"}},
+                 "rollout": {"student_fraction": 0.5, "group_size": 2, "max_tokens": 8,
+                             "other_source": "teacher"}},
+    ),
     "`[[stages]]`, `[loss]`": (staged, {**STAGES, "loss": SAMPLED}),
     "`[[stages]]`, `trainer.steps`": (staged, {**STAGES, "trainer": {"steps": 3}}),
     "`[reference]`, a stage of RL": (

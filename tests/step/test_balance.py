@@ -81,6 +81,20 @@ def test_shares_of_a_step_are_counted_by_environment() -> None:
     )
 
 
+def test_shares_are_of_the_teachers_that_rows_name() -> None:
+    teachers = ["math", "code", "math", None]
+    samples = [
+        replace(one, problem=replace(one.problem, environment="problems", teacher=teacher))
+        for one, teacher in zip(samples_of(), teachers, strict=True)
+    ]
+    metrics = share_metrics(samples, of_teacher=False)
+    counts = [completion for _, completion in LENGTHS]
+    by_name = {"math": counts[0] + counts[2], "code": counts[1], "problems": counts[3]}
+    assert metrics == pytest.approx(
+        {f"rollout/token_share/{name}": count / 19 for name, count in by_name.items()}
+    )
+
+
 def test_shares_of_a_single_environment_are_absent() -> None:
     samples = samples_of()
     assert share_metrics(samples[1:3]) == {} == share_metrics([])
