@@ -285,12 +285,8 @@ def print_shares(evaluated: Sequence[Mapping[str, Any]]) -> None:
     """Print what each environment, or teacher of rows, was of the first and last evaluated step."""
     trained = [record for record in evaluated if record["step"] > 0]
     of_tokens = "rollout/token_share/"
-    names = {
-        key.removeprefix(of_tokens): None
-        for record in trained
-        for key in record
-        if key.startswith(of_tokens)
-    }
+    keys = dict.fromkeys(key for record in trained for key in record)
+    names = [key.removeprefix(of_tokens) for key in keys if key.startswith(of_tokens)]
     columns = {
         title: (metric, shown)
         for title, (metric, shown) in SHARES.items()

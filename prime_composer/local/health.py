@@ -185,7 +185,8 @@ class CollapseCheck:
         """Return a sentence for each limit that has been passed for long enough, once each."""
         return [
             f"{sign.words.format(metrics[sign.metric])}, beyond checks.collapse.{name} = "
-            f"{getattr(self.config, name):g} (steps in a row: {self.beyond[name]}); {sign.remedy}"
+            f"{getattr(self.config, name):g} (steps in a row: {self.beyond[name]}; first in step "
+            f"{self.since[name]}); {sign.remedy}"
             for name, sign in SIGNS.items()
             if sign.metric in metrics
             and (

@@ -20,6 +20,7 @@ from prime_composer.recipe.diloco import STAGES
 from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
 from prime_composer.recipe.prepare import LARGEST_SEED
 from prime_composer.recipe.schema import Recipe, RecipeError, StudentConfig
+from prime_composer.recipe.teacher import ReferenceConfig
 from prime_composer.recipe.watchers import UntilConfig
 from prime_composer.tables import Table
 
@@ -93,7 +94,7 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
     if "diloco" in raw:
         raise RecipeError(f"{source}: {STAGES}")
     recipes = [_stage(raw, number, source) for number in range(1, len(stages) + 1)]
-    _check_reference(recipes[0], source)
+    _check_reference(recipes[0].reference, recipes[0].student, source)
     if recipes[0].rollout.url is not None:
         raise RecipeError(
             f"{source}: [[stages]] and rollout.url: a stage begins with a checkpoint of the one "
@@ -108,13 +109,14 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
     return recipes
 
 
-def _check_reference(recipe: Recipe, source: str) -> None:
+def _check_reference(
+    reference: ReferenceConfig | None, student: StudentConfig, source: str
+) -> None:
     """Refuse a reference that is the student's start, where the start is not the same model."""
-    reference = recipe.reference
     if reference is None or not reference.start:
         return
     start = "[[stages]] and [reference] start = true"
-    if recipe.student.lora is not None:
+    if student.lora is not None:
         raise RecipeError(
             f"{source}: {start} with [student.lora]: from the second stage on the student begins "
             "with the adapter of the one before it, and the reference would be without: name a "

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 from prime_composer.backends import cpu_guard  # noqa: E402
 from prime_composer.backends.vllm import VLLMEngine  # noqa: E402
+from prime_composer.local import collect  # noqa: E402
 from prime_composer.local import student as student_module  # noqa: E402
 from prime_composer.local import train as train_module  # noqa: E402
 from prime_composer.local.health import WeightCheck  # noqa: E402
@@ -42,7 +43,7 @@ from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
 BOTH = "forward and backward"
-CHECKS = ("watch", "sampler's KL", "weights' norms")
+CHECKS = ("watch", "sampler's KL", "weights' norms", "collapse")
 
 
 def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +161,8 @@ def main() -> None:
     Watch.check = timed("watch", Watch.check)
     Mismatch.add = timed("sampler's KL", Mismatch.add)
     WeightCheck.check = timed("weights' norms", WeightCheck.check)
+    for name in ("collapse_metrics", "end_metrics"):
+        setattr(collect, name, timed("collapse", getattr(collect, name)))
     steps = Steps()
     turns = Turns([1, int(os.environ[cpu_guard.THREADS_VARIABLE])]) if args.threads else None
     with tempfile.TemporaryDirectory() as folder:

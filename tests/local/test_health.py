@@ -425,7 +425,7 @@ def test_collapse_is_a_limit_that_is_passed_in_a_row(
         warned += [(step, text) for text in check.warnings(metrics)]
         healthy.append(check.healthy)
     ((step, text),) = warned
-    assert step == 6 and "(steps in a row: 2)" in text
+    assert step == 6 and "(steps in a row: 2; first in step 2)" in text
     assert healthy == [None, *[1] * 8, None, None]
     assert f"checks.collapse.{next(iter(limit))} = " in text
 
@@ -461,12 +461,12 @@ def test_collapse_stops_a_run_and_keeps_what_was_before(tiny_recipe: Raw, tmp_pa
     """It stops at the third step, and so does the run that goes on from there."""
     raw = tiny_recipe(trainer__steps=9)
     raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": ENTROPY}}
-    with pytest.raises(RunStopped, match=r"step 3: .* in a row: 3\)") as stopped:
+    with pytest.raises(RunStopped, match=r"step 3: .* in a row: 3; first in step 1\)") as stopped:
         run(raw, tmp_path / "run")
     assert "nats per token" in str(stopped.value) and "--resume" in str(stopped.value)
     assert [one.step for one in list_checkpoints(tmp_path / "run")] == [3]
     # Continued, it has still collapsed.
-    with pytest.raises(RunStopped, match=r"step 4: .* in a row: 4\)"):
+    with pytest.raises(RunStopped, match=r"step 4: .* in a row: 4; first in step 1\)"):
         run(raw, tmp_path / "run", resume=True)
 
 

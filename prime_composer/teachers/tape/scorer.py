@@ -174,7 +174,8 @@ class TapedScorer:
         self._store.refresh()
         found = {one.key: content for one in questions if (content := self._get(one)) is not None}
         chosen = first_missing([one.key for one in questions], found)
-        self._counts.update(asked=len(questions), missing=len(chosen))
+        missing = sum(one.key not in found for one in questions)
+        self._counts.update(asked=len(questions), missing=missing)
         if chosen:
             arguments: dict[str, Any] = {"hidden": True} if hidden else {}
             for name, values in (
