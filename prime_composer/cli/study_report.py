@@ -29,6 +29,7 @@ SELF_BLEU = "self_bleu"
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     """Write results.json, table.md and study.png beside the runs, and print the table.
 
+    The figure is of the ends where there is a grid, or no evaluation between start and end.
     A terminal shows it as a table, a log as the Markdown of table.md. Where the runs sampled at
     temperatures, diversity.png has the scores against Self-BLEU.
     """
@@ -39,8 +40,8 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     table = as_table(results)
     markdown.write_text(table, encoding="utf-8")
     figures = [str(figure)]
-    if grid:
-        draw_grid(results, combinations, grid, figure)
+    if grid or not evaluates_between(results):
+        draw_grid(results, combinations, grid or ["variant"], figure)
     else:
         draw(results, figure)
     if any(result["temperatures"] for result in results["variants"].values()):
@@ -130,6 +131,15 @@ def over_seeds(series: Sequence[Sequence[tuple[int, float]]]) -> Iterator[dict[s
         values = [column[step] for column in columns]
         mean = sum(values) / len(values)
         yield {"step": step, "mean": mean, "min": min(values), "max": max(values)}
+
+
+def evaluates_between(results: Results) -> bool:
+    """Return whether a variant was evaluated between its start and its end."""
+    return any(
+        len(result["over_seeds"][name]) > 2
+        for result in results["variants"].values()
+        for name in (*SCORES, "reverse_kl")
+    )
 
 
 def measured_quantities(results: Results) -> dict[str, "Quantity"]:

@@ -397,6 +397,29 @@ def test_terminal_shows_the_study_as_a_table(
     assert "| tail | 2 | 0.625 (0.500 to 0.750) |\n" in markdown
 
 
+@pytest.mark.parametrize("steps", [(0, 4), (0, 2, 4)])
+def test_figure_is_of_the_ends_where_nothing_is_between(
+    steps: tuple[int, ...],
+    study_file: WriteStudy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A place for each variant on x then, with the range of its seeds, and steps otherwise."""
+    figures: list[Any] = []
+    over: dict[str, Any] = {name: [] for name in QUANTITIES}
+    over["reverse_kl"] = list(over_seeds([[(step, 0.25) for step in steps]]))
+    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over, "temperatures": {}}
+    variants = {name: {"seeds": {"0": {}}, **result} for name in VARIANTS}
+    monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
+    monkeypatch.setattr(study_report, "save", lambda figure, *rest: figures.append(figure))
+    (tmp_path / "runs").mkdir()
+    study_report.write_report(*load_study(study_file(), str(tmp_path / "runs")))
+    (axes,) = figures[0].axes
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert (names == [*VARIANTS]) == (len(steps) == 2)
+    assert axes.get_xlabel() == ("variant" if len(steps) == 2 else "step")
+
+
 def test_figure_of_few_steps_has_whole_numbers_of_steps() -> None:
     figure = report.new_figure(4, 3)
     axes = figure.subplots()
