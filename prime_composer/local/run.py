@@ -197,7 +197,9 @@ class Run:
                 self.display.status(f"warning: step {step}: {self.island.warning}")
             if self.student.steps != step:
                 self.tracker.rewind(self.student.steps)
-                if is_due(self.student.steps, self.recipe.checkpoint.every):
+                with self.stop.may_interrupt():
+                    self.measure_left()
+                if self.student.steps > step and self.is_to_save(self.student.steps):
                     self.save()
                 return
         seconds = self.clock.laps
@@ -265,8 +267,7 @@ class Run:
 
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
-        done = self.student.steps
-        if done == 0 and self.evaluates:
+        if self.student.steps == 0 and self.evaluates:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             check_measured(self.recipe.trainer.until, self.evaluations[0])
@@ -277,7 +278,12 @@ class Run:
             self.display.start(self.evaluations[0])
             for warning in teachers_without_success(self.evaluations[0]):
                 self.display.status(f"warning: {warning}")
-        elif self.is_measured(done) and done not in self.evaluations:
+        self.measure_left()
+
+    def measure_left(self) -> None:
+        """Evaluate the last step where a run that was stopped, or other islands, took it."""
+        done = self.student.steps
+        if done > 0 and self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 
     def warn_unmeasured(self) -> None:
@@ -477,6 +483,7 @@ def open_run(
                     run.ahead.load_state_dict(stored["ahead"], run.batches.of_state)
                 if island is not None:
                     island.begin()
+                    run.measure_left()
                 yield run
 
 

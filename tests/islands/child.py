@@ -2,8 +2,9 @@
 
 slow: seconds that each update takes longer. gate: {"step": n, "file": path}: step n waits until the
 file is there. explode: the step whose update leaves weights that are far too large. kill_after: the
-step after which the process kills itself. kill_in: the outer step, from 0, in the middle of whose
-all-reduces it does so.
+step after which the process kills itself. unreachable: no state of another island can be fetched.
+proxy: the environment's HTTP proxy. kill_in: the outer step, from 0, in the middle of whose
+all-reduces the process kills itself.
 """
 
 import json
@@ -53,6 +54,15 @@ def disturb(plan: dict[str, Any]) -> None:
             die()
 
     Run.update, Run.end_step = slow_update, last_end_step
+    if "proxy" in plan:
+        os.environ["http_proxy"] = plan["proxy"]
+    if plan.get("unreachable"):
+        from torchft.checkpointing import HTTPTransport
+
+        def refused(*_: Any, **__: Any) -> None:
+            raise OSError("Connection refused")
+
+        HTTPTransport.recv_checkpoint = refused
     if "kill_in" in plan:
         torchft = outer.import_torchft()
         allreduce, calls = torchft.Manager.allreduce, []

@@ -3,14 +3,17 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import prime_composer
 from prime_composer.cli.commands import main
+from prime_composer.cli.islands import run as islands
 from tests.command import prime_rl, toml
 from tests.islands.rig import tables
 from tests.local.helpers import tiny_models, weights
@@ -78,6 +81,38 @@ def test_without_torchft_a_sentence_says_what_to_install(
     status, text = rl("--islands", "2")
     assert status == 2 and "Linux on x86_64 and Python 3.11 to 3.13" in text
     assert "diloco]" in text and not Path("outputs").exists()
+
+
+def test_lighthouse_prints_the_command_of_its_islands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With every --set, and without an address that means another machine elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("r.toml").write_text(toml(tables()))
+    monkeypatch.setattr(islands, "open_lighthouse", lambda *_: nullcontext("http://0.0.0.0:29510"))
+    monkeypatch.setattr(islands.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+    words = ["lighthouse", "--config", "r.toml", "--set", "diloco.replicas=3", "--host", "0.0.0.0"]
+    with suppress(KeyboardInterrupt):
+        main(words)
+    printed = capsys.readouterr().out
+    assert "rl --config r.toml --set diloco.replicas=3 --island I --lighthouse" in printed
+    assert "http://ADDRESS_OF_THIS_MACHINE:29510" in printed and "0.0.0.0" not in printed
+
+
+def test_island_that_ends_with_an_error_is_named_with_the_way_on(
+    rl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is stopped."""
+    pytest.importorskip("torchft")
+    program = tmp_path / "island.sh"
+    program.write_text('#!/bin/sh\ncase "$*" in *"--island 1"*) exit 3;; *) exec sleep 60;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(islands.sys, "executable", str(program))
+    status, text = rl("--islands", "2")
+    assert status == 3 and "island 1 ended with exit status 3" in text
+    assert "island 0 ended by signal 15" in text
+    _, _, command = text.partition("continue all of them with\n")
+    assert "--islands 2 --output-dir outputs/r --resume" in command
 
 
 @pytest.mark.slow

@@ -44,7 +44,10 @@ def assert_equal_weights(rig: Rig, *islands: int) -> None:
 
 
 def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> None:
-    """The other one goes on alone. Then the killed one takes its state, and both end as one."""
+    """The other one goes on alone. Then the killed one takes its state, and both end as one.
+
+    No proxy is asked for the state.
+    """
     one = rig(diloco__min_replicas=1, trainer__steps=12)
     one.light()
     go = one.folder / "go"
@@ -52,7 +55,7 @@ def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> N
     ended(one.island(1, kill_after=3), KILLED)
     until(lambda: len(one.records(0)) > 7, stays)  # steps 0 to 7
     assert [row["islands/together"] for row in one.records(0) if row["step"] in (2, 6)] == [2, 1]
-    back = one.island(1, "--resume")
+    back = one.island(1, "--resume", proxy="http://127.0.0.1:9")
     until(lambda: "next outer step" in text_so_far(back), back, stays)
     go.touch()
     ours, theirs = digests(ended(stays)), digests(ended(back))
@@ -60,6 +63,46 @@ def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> N
     assert all(ours[step] == theirs[step] for step in theirs)
     assert_equal_weights(one, 0, 1)
     assert one.records(0)[-1]["islands/together"] == 2
+
+
+@pytest.mark.slow
+def test_first_island_that_comes_back_measures_what_it_takes_over(rig: OpenRig) -> None:
+    """At the run's last step, which nobody else measures; its report is of that step."""
+    one = rig(diloco__min_replicas=1)
+    one.light()
+    go = one.folder / "go"
+    stays = one.island(1, gate={"step": 8, "file": str(go)})
+    ended(one.island(0, kill_after=5), KILLED)
+    until(lambda: len(one.records(1)) > 6, stays)  # steps 1 to 7
+    back = one.island(0, "--resume")
+    until(lambda: "next outer step" in text_so_far(back), back, stays)
+    go.touch()
+    text = ended(back)
+    ended(stays)
+    assert_equal_weights(one, 0, 1)
+    first, *_, last = one.records(0)
+    assert last["step"] == 8 and {"eval/accuracy", "eval/reverse_kl"} <= last.keys()
+    assert last["eval/reverse_kl"] != first["eval/reverse_kl"]
+    assert f"{last['eval/reverse_kl']:.3f}" in text and "8 steps" in text
+
+
+@pytest.mark.slow
+def test_island_that_cannot_take_the_state_over_ends_and_the_other_goes_on(rig: OpenRig) -> None:
+    """It names what failed and the remedy, and costs the other one an outer step."""
+    one = rig(diloco__min_replicas=1, diloco__timeout=5.0, trainer__steps=12)
+    one.light()
+    go = one.folder / "go"
+    stays = one.island(0, gate={"step": 8, "file": str(go)})
+    ended(one.island(1, kill_after=3), KILLED)
+    until(lambda: len(one.records(0)) > 7, stays)
+    back = one.island(1, "--resume", unreachable=True)
+    until(lambda: "next outer step" in text_so_far(back), back, stays)
+    go.touch()
+    text = ended(back, 2)
+    assert "island 1 could not take over the state of the others" in text
+    assert "diloco.timeout = 5 s" in text
+    ended(stays)
+    assert [row["step"] for row in one.records(0)] == [*range(13)]
 
 
 def test_island_that_is_killed_within_the_all_reduce_costs_its_steps_alone(rig: OpenRig) -> None:
@@ -76,6 +119,18 @@ def test_island_that_is_killed_within_the_all_reduce_costs_its_steps_alone(rig: 
     ]  # fmt: skip
     assert lines[0][3] == lines[1][3] != lines[2][3]
     assert [row["step"] for row in one.records(0)] == [*range(9)]
+
+
+@pytest.mark.slow
+def test_first_outer_step_that_fails_saves_nothing(rig: OpenRig) -> None:
+    """A checkpoint of step 0 would have the optimizer of steps that are taken again."""
+    one = rig(diloco__min_replicas=1, checkpoint__keep=9, trainer__steps=4)
+    one.light()
+    stays = one.island(0)
+    ended(one.island(1, kill_in=0), KILLED)
+    assert "the steps 1 to 2 are taken again" in ended(stays)
+    saved = sorted(path.name for path in (one.run_dir(0) / "checkpoints").iterdir())
+    assert saved == ["step_000002", "step_000004"]
 
 
 @pytest.mark.slow

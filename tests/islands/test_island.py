@@ -139,6 +139,16 @@ def test_islands_of_two_runs_are_refused(
     assert any(all(word in str(error) for word in words) for error in errors), errors
 
 
+def test_address_that_one_island_alone_reaches_is_refused(
+    at_board: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = iter(["127.0.0.1", "10.0.0.2"])
+    monkeypatch.setattr(island_module, "own_address", lambda lighthouse: next(addresses))
+    errors = join(at_board, ({}, [0]), ({}, [0]))
+    assert all(isinstance(error, IslandRefused) for error in errors), errors
+    assert any("127.0.0.1" in str(e) and "10.0.0.2" in str(e) for e in errors), errors
+
+
 def test_places_may_differ(at_board: str) -> None:
     """Where models, servers and files are; ``teacher.dtype`` is none of these."""
     own = [

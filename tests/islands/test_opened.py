@@ -89,3 +89,33 @@ def test_islands_compare_what_they_have_opened(
     else:
         assert all(isinstance(error, IslandRefused) for error in found), found
         assert any(words in str(error) for error in found), found
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_late_island_with_another_teacher_is_refused(
+    index: int, at_board: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its number: those that train have compared theirs before it came."""
+    monkeypatch.setattr(Island, "_open_outer_steps", lambda self: None)
+    facts: dict[int, Any] = {}
+    for seed, number in ((7, 1 - index), (8, index)):
+        raw = tables()
+        raw["teacher"]["prepare"]["seed"] = seed
+        recipe = parse_recipe(raw)
+        problems = load_problem_set(recipe.sources)
+        paths = prepare_models(recipe, problems)
+        cards = {other: {"facts": own} for other, own in facts.items()}
+        monkeypatch.setattr(Island, "_gather", lambda self, key, cards=cards: cards)
+        with (
+            open_engine(recipe, problems, paths, lambda text: None) as engine,
+            Island(DilocoConfig(replicas=2), number, at_board, lambda text: None) as island,
+        ):
+            island.is_late = bool(cards)
+            watch = open_watch(engine, recipe, lambda text: None)
+            student = Student.of_recipe(recipe, engine)
+            if cards:
+                with pytest.raises(IslandRefused, match="has another teacher than island"):
+                    island.meet(student, engine, watch)
+            else:
+                island.meet(student, engine, watch)
+                facts[number] = island._seat._card["facts"]

@@ -35,12 +35,14 @@ Process = subprocess.Popen[bytes]
 def serve_lighthouse(config: str, overrides: Sequence[str], host: str, port: int) -> int:
     """Run the lighthouse of a recipe until a signal ends it."""
     diloco = _diloco_of(load_recipe(config, overrides).diloco, config)
-    with open_lighthouse(diloco, host, port) as url:
+    words = ["--config", config, *(word for item in overrides for word in ("--set", item))]
+    with open_lighthouse(diloco, host, port) as listening:
+        url = listening.replace("0.0.0.0", "ADDRESS_OF_THIS_MACHINE")
         print(
             f"lighthouse of {diloco.replicas} islands: {url}\n"
             f"an outer step needs {diloco.fewest} of them, and waits {diloco.wait:g} s for one "
             f"that is alive. On each machine, with I from 0:\n"
-            f"    {program()} rl {shlex.join(['--config', config])} --island I --lighthouse {url}",
+            f"    {program()} rl {shlex.join(words)} --island I --lighthouse {url}",
             flush=True,
         )
         while True:
@@ -136,8 +138,8 @@ def _show(text: str) -> None:
 def run_here(diloco: DilocoConfig, config: str, options: Sequence[str], again: str) -> int:
     """Run a lighthouse and every island on this machine, and show what they print.
 
-    Where one ends with an error the others are stopped, and leave a checkpoint of their last outer
-    step. Returns the first exit status that is not 0; 128 + n after signal n.
+    Where one ends with an error the others are stopped, as by Ctrl-C. Returns the first exit status
+    that is not 0; 128 + n after signal n.
 
     Args:
         diloco: the recipe's table.
@@ -174,12 +176,18 @@ def run_here(diloco: DilocoConfig, config: str, options: Sequence[str], again: s
                 ended = [process for process in left if process.poll() is not None]
                 left = [process for process in left if process not in ended]
                 statuses += [process.returncode for process in ended]
+                for process in (one for one in ended if one.returncode != 0):
+                    status = process.returncode
+                    how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
+                    print(f"island {processes.index(process)} ended {how}", flush=True)
                 if any(statuses) and left:
                     stop(left, 15)
         except BaseException as error:
             stop([process for process in processes if process.poll() is None], signum_of(error))
             print(f"continue all of them with\n    {again}", flush=True)
             raise
+    if any(statuses):
+        print(f"continue all of them with\n    {again}", flush=True)
     return next((status if status > 0 else 128 - status for status in statuses if status), 0)
 
 

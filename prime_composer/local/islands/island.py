@@ -17,7 +17,7 @@ from torch import Tensor
 from prime_composer.backends.protocols import Sampler
 from prime_composer.local.engine import Engine
 from prime_composer.local.islands.board import Card, Seat
-from prime_composer.local.islands.outer import OuterSteps
+from prime_composer.local.islands.outer import OuterStepFailed, OuterSteps, own_address
 from prime_composer.local.run_dir.recipe_file import Tables, differing_keys
 from prime_composer.local.student import Student
 from prime_composer.local.watch import Watch, WatchFailed
@@ -97,6 +97,7 @@ class Island:
         self.finished = 0
         self.is_late = False
         self.warning = ""
+        self._is_done = False
         self._signs: dict[str, list[float]] = {}
         self._steps: OuterSteps | None = None
         self._seat = Seat(lighthouse, index)
@@ -105,10 +106,12 @@ class Island:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, error: object, _: object) -> None:
-        if self._steps is not None:
-            self._steps.close()
         if error is not None:
             self._seat.say(left=str(error) or "it was stopped")
+        elif self._steps is not None and not self._is_done:
+            self._seat.say(stopped=True)
+        if self._steps is not None:
+            self._steps.close()
         self._seat.close()
 
     def join(self, tables: Tables, starts: Sequence[int]) -> int | None:
@@ -123,13 +126,15 @@ class Island:
             The newest of the steps that every island has; None where the others train already.
 
         Raises:
-            IslandRefused: another island has another recipe, has left, did not come, or has none of
-                these checkpoints.
+            IslandRefused: another island has another recipe, has left, did not come, is reached at
+                an address of its own machine alone, or has none of these checkpoints.
         """
-        self._seat.say(recipe=dict(tables), starts=list(starts))
+        address = own_address(self._seat.lighthouse)
+        self._seat.say(recipe=dict(tables), starts=list(starts), address=address)
         cards = self._gather("recipe")
         for other, card in cards.items():
             self._compare_recipes(tables, other, card["recipe"])
+            self._compare_addresses(address, other, card["address"])
         if self.is_late:
             return None
         everyone = {self.index: list(starts)} | {
@@ -143,7 +148,7 @@ class Island:
             )
             raise IslandRefused(
                 f"the islands have no step in common to start from ({have}): give --resume on all "
-                "of them or on none, or start a new run"
+                "of them, or --overwrite on all for a new run"
             )
         return max(common)
 
@@ -175,21 +180,28 @@ class Island:
         sign = sampler_sign(engine.sampler)
         for other, card in cards.items():
             self._compare_facts(facts, sign, other, card["facts"])
-        if cards and (first := min(cards)) < self.index:
+        if cards and ((first := min(cards)) < self.index or self.is_late):
             self._compare_teachers(watch, first, cards[first]["facts"]["teachers"])
+        self._seat.say(checked=True)
         if not self.is_late:
             self._open_outer_steps()
-            self._seat.say(checked=True)
             self._gather("checked")
 
     def begin(self) -> None:
-        """Begin the steps. Where the others train already, take over their state if it is newer."""
+        """Begin the steps. Where the others train already, take over their state if it is newer.
+
+        Raises:
+            OuterStepFailed: that failed.
+        """
         if self.is_late:
             self._open_outer_steps()
-            if any(seen.card.get("outer", 0) > self._outer.taken for seen in self._alive.values()):
+            if self._is_behind:
                 self.status("waiting for the other islands' next outer step, to take their state")
+                before = self._outer.taken
                 for _ in range(self.config.every):
                     self._outer.count_step()
+                if self._outer.taken == before:
+                    raise self._not_taken_over()
                 self._note_outer_step()
                 self._engine.end_step(self._student.steps)
         self._seat.say(running=True, **self._now)
@@ -215,7 +227,8 @@ class Island:
         for an island that was away, or back to the last outer step, where this one failed.
 
         Raises:
-            OuterStepFailed: there was none, and there will be none.
+            OuterStepFailed: there was none, and there will be none; or the state of the others,
+                which are ahead, cannot be had.
             IslandRefused: the others went on without this island.
         """
         self.warning = ""
@@ -228,10 +241,12 @@ class Island:
                 f"step {self.finished}: it was away or slower than diloco.wait = "
                 f"{self.config.wait:g} s allows. The student of the run is that of island {gone[0]}"
             )
-        before = self._outer.taken
+        before, was_behind = self._outer.taken, self._is_behind
         self._outer.count_step()
         self._note_outer_step()
         if self._outer.taken == before:
+            if was_behind:
+                raise self._not_taken_over()
             self.warning = (
                 f"the outer step failed ({self._outer.failure or 'too few islands'}); "
                 f"the steps {self.finished + 1} to {step} are taken again"
@@ -260,6 +275,7 @@ class Island:
             IslandRefused: another island has finished with other weights.
         """
         self._seat.say(done=True)
+        self._is_done = True
         self._check_same_weights()
 
     @property
@@ -269,7 +285,26 @@ class Island:
 
     @property
     def _alive(self) -> Mapping[int, Any]:
-        return {other: seen for other, seen in self._seat.others.items() if seen.alive}
+        """The islands that take part, or have left with an error a moment ago."""
+        return {
+            other: seen
+            for other, seen in self._seat.others.items()
+            if seen.alive and not seen.card.keys() & {"done", "stopped"}
+        }
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether another island has taken an outer step that this one has not."""
+        taken = self._outer.taken
+        return any(seen.card.get("outer", 0) > taken for seen in self._alive.values())
+
+    def _not_taken_over(self) -> OuterStepFailed:
+        return OuterStepFailed(
+            f"island {self.index} could not take over the state of the others, which are ahead of "
+            f"it ({self._outer.failure or 'too few islands'}): let the machines reach each other's "
+            f"ports in both directions, or raise diloco.timeout = {self.config.timeout:g} s on all "
+            "of them"
+        )
 
     @property
     def _now(self) -> dict[str, Any]:
@@ -364,6 +399,13 @@ class Island:
             raise IslandRefused(
                 f"the recipes of island {self.index} and island {other} differ in "
                 f"{', '.join(keys)}: give both the same file and --set"
+            )
+
+    def _compare_addresses(self, mine: str, other: int, theirs: str) -> None:
+        if mine.startswith("127.") != theirs.startswith("127."):
+            raise IslandRefused(
+                f"island {self.index} is reached at {mine}, and island {other} at {theirs}: give "
+                "each a --lighthouse by an address that all machines reach, not 127.0.0.1"
             )
 
     def _compare_facts(

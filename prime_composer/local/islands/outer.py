@@ -9,6 +9,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, Any, overload
 from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, build_opener, install_opener
 
 import torch
 from torch import nn
@@ -191,6 +192,12 @@ class OuterSteps:
             self._inner.step()
         except (RuntimeError, TimeoutError) as error:
             reason = str(error).strip().split("\n")[0]
+            if "max_retries" in reason:
+                raise OuterStepFailed(
+                    f"{FAILURES_IN_A_ROW + 1} outer steps in a row failed "
+                    f"({self.failure or reason}): let the machines reach each other's ports in "
+                    f"both directions, or raise diloco.timeout = {self.config.timeout:g} s"
+                ) from error
             raise OuterStepFailed(
                 f"no outer step with at least {self.config.fewest} of {self.config.replicas} "
                 f"islands within diloco.wait = {self.config.wait:g} s ({reason})"
@@ -214,8 +221,10 @@ class OuterSteps:
 def _transport(host: str, timeout: timedelta) -> "HTTPTransport":
     """Return what sends an island's state to one that comes back, at an address that it reaches.
 
-    torchft's own names this machine's host name, which the other machine may not know.
+    torchft's own names this machine's host name, which the other machine may not know. It fetches
+    by urllib, which must not ask a proxy for an island.
     """
+    install_opener(build_opener(ProxyHandler({})))
     from torchft.checkpointing import HTTPTransport
 
     class AtAddress(HTTPTransport):
