@@ -276,16 +276,26 @@ class ServerSampler(Server):
 
         None: it says neither.
         """
-        path = "/weight_info" if self._has_versions else "/metrics"
+        if not self._has_versions:
+            return self.started()
+        path = "/weight_info"
+        content = self._asked(path)
+        if content is None:
+            return None
+        return self._decode(content, WeightInfo, "the weights' version", path).weight_version
+
+    def started(self) -> str | None:
+        """Return when the server was started, in seconds; None: it does not say."""
+        found = START.search(self._asked("/metrics") or b"")
+        return None if found is None else found[1].decode()
+
+    def _asked(self, path: str) -> memoryview | None:
+        """Return what a server says at a path; None where it refuses."""
         request = self._connection.request("GET", path, max_bytes=METRICS_BYTES)
         try:
-            content = self._connection.run(request)
+            return self._connection.run(request)
         except Refused:
             return None
-        if self._has_versions:
-            return self._decode(content, WeightInfo, "the weights' version", path).weight_version
-        found = START.search(content)
-        return None if found is None else found[1].decode()
 
     def _reload(self, model: nn.Module) -> None:
         from safetensors.torch import save_file

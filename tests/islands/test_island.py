@@ -3,6 +3,7 @@
 import json
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from prime_composer.backends.errors import ServerError
 from prime_composer.local.collect import Collector
+from prime_composer.local.engine import Engine
 from prime_composer.local.islands import board as board_module
 from prime_composer.local.islands import island as island_module
 from prime_composer.local.islands.board import Board, Seat
@@ -23,9 +25,12 @@ from prime_composer.local.islands.island import (
 )
 from prime_composer.local.islands.lighthouse import open_lighthouse
 from prime_composer.local.islands.outer import OuterSteps, interface_of, own_address
+from prime_composer.local.student import Student
+from prime_composer.local.watch import Watch
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.samplers.server import ServerSampler
 from tests.islands.rig import free_ports, tables, together
 
 pytest.importorskip("torchft")
@@ -246,6 +251,22 @@ def test_sampler_that_two_islands_share_is_refused(at_board: str) -> None:
             island._compare_facts(facts, "theirs", 1, {**facts, "sampler": "theirs"})
         with pytest.raises(IslandRefused, match="tokenizers of island 0 and island 1"):
             island._compare_facts(facts, None, 1, {**facts, "tokenizers": {"teacher": "x"}})
+
+
+def test_late_island_leaves_the_sampler_of_another_one_alone(
+    at_board: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights would take the place of those that train. The server has the same start."""
+    cards = {1: {"facts": {"server": "1760000000.25"}}}
+    monkeypatch.setattr(Island, "_gather", lambda self, key: cards)
+    sampler = Mock(spec=ServerSampler)
+    sampler.started.return_value = "1760000000.25"
+    with Island(DilocoConfig(replicas=2), 0, at_board, print) as island:
+        island.is_late = True
+        with pytest.raises(IslandRefused, match="island 0 and island 1 have one sampler.*url"):
+            student, engine = Mock(spec=Student, steps=4), Mock(spec=Engine, sampler=sampler)
+            island.meet(student, engine, Mock(spec=Watch))
+    sampler.update_weights.assert_not_called()
 
 
 def test_sign_tells_a_fork_from_rounding() -> None:

@@ -166,9 +166,15 @@ class Island:
         """
         self._student, self._engine, self._state = student, engine, state
         self.finished = student.steps
+        server = None
         if isinstance(engine.sampler, ServerSampler):
+            server = engine.sampler.started()
+            if self.is_late:  # the weights of the one that trains must stay in it
+                for other, card in self._gather("facts").items():
+                    self._compare_servers(server, other, card["facts"]["server"])
             engine.sampler.update_weights(engine.model)  # which marks its server
         facts = {
+            "server": server,
             "weights": digest_of(student.trained),
             "problems": digest_of_problems(engine.problems.problem_set.practice),
             "tokenizers": engine.tokenizer_pairs,
@@ -408,15 +414,18 @@ class Island:
                 "each a --lighthouse by an address that all machines reach, not 127.0.0.1"
             )
 
+    def _compare_servers(self, mine: str | None, other: int, theirs: str | None) -> None:
+        if mine is not None and mine == theirs:
+            raise IslandRefused(
+                f"[rollout] island {self.index} and island {other} have one sampler at their "
+                "rollout.url, which can have the weights of one of them: start a server for each"
+            )
+
     def _compare_facts(
         self, mine: Mapping[str, Any], sign: str | None, other: int, theirs: Mapping[str, Any]
     ) -> None:
+        self._compare_servers(sign, other, theirs["sampler"])
         both = f"island {self.index} and island {other}"
-        if sign is not None and sign == theirs["sampler"]:
-            raise IslandRefused(
-                f"[rollout] {both} have one sampler at their rollout.url, which can have the "
-                "weights of one of them: start a server for each"
-            )
         names = {"problems": "[data] the problems", "tokenizers": "the teachers' tokenizers"}
         if not self.is_late:
             names["weights"] = "[student] the weights at the start"
