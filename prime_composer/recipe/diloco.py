@@ -101,6 +101,11 @@ class DilocoConfig(Table):
         """``min_replicas``, or a majority of the islands."""
         return self.replicas // 2 + 1 if self.min_replicas is None else self.min_replicas
 
+    @property
+    def of_lighthouse(self) -> dict[str, float]:
+        """What the lighthouse waits by: key -> value."""
+        return {"diloco.min_replicas": float(self.fewest), "diloco.wait": self.wait}
+
     def check_steps(self, key: str, steps: int) -> None:
         """Refuse a number of steps that does not end with an outer step. 0 is none at all."""
         if steps % self.every:

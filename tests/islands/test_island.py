@@ -242,6 +242,20 @@ def test_seat_tells_a_board_that_was_restarted_everything(
     board.close()
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"wait": 60.0}, "wait = 60, and island 0 has 3600"),
+     ({"min_replicas": 1}, "min_replicas = 1, and island 0 has 2")],
+)  # fmt: skip
+def test_lighthouse_of_another_recipe_is_refused(change: dict[str, Any], key: str) -> None:
+    """It would let islands train on alone, or end them too early."""
+    config = DilocoConfig(replicas=2)
+    with open_lighthouse(DilocoConfig(replicas=2, **change), "127.0.0.1", 0) as url:
+        with Island(config, 0, url, print) as island:
+            with pytest.raises(IslandRefused, match=f"the lighthouse was started with .*{key}"):
+                island.join({}, [0])
+
+
 def test_sampler_that_two_islands_share_is_refused(at_board: str) -> None:
     """The second one has sent its weights to the server that the first one asks then."""
     with Island(DilocoConfig(replicas=2), 0, at_board, print) as island:

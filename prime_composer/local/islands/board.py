@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -52,12 +53,16 @@ class Board:
     Args:
         host: address to listen at.
         port: 0 for any.
+        lighthouse: what the lighthouse beside it was started with; every answer has it.
 
     Raises:
         OSError: the port is taken.
     """
 
-    def __init__(self, host: str, port: int):
+    def __init__(
+        self, host: str, port: int, lighthouse: Mapping[str, float] = MappingProxyType({})
+    ):
+        self._lighthouse = dict(lighthouse)
         self._cards: dict[str, tuple[Card, float]] = {}
         self._lock = threading.Lock()
         self._start, self._changes = uuid.uuid4().hex, 0
@@ -108,6 +113,7 @@ class Board:
             seen = f"{self._start}-{self._changes}"
             answer = {
                 "version": seen,
+                "lighthouse": self._lighthouse,
                 "alive": [k for k, (_, at) in self._cards.items() if now - at < ALIVE_SECONDS],
                 "cards": None if seen == version else {k: c for k, (c, _) in self._cards.items()},
             }
@@ -133,11 +139,15 @@ class Seat:
         lighthouse: URL of the lighthouse.
         island: number of the island.
 
+    Attributes:
+        settings: those of the recipe that the lighthouse was started with.
+
     Raises:
         ServerError: nobody answers there, or another process has this number.
     """
 
     def __init__(self, lighthouse: str, island: int):
+        self.settings: Mapping[str, float] = {}
         self.island = island
         self.lighthouse = lighthouse
         self._card: dict[str, Any] = {"process": uuid.uuid4().hex, "island": island}
@@ -211,6 +221,7 @@ class Seat:
                 seen = answer.raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
                 return f"no lighthouse answers there ({error})"
+            self.settings = seen["lighthouse"]
             self._version, self._alive = seen["version"], frozenset(seen["alive"])
             self._cards = self._cards if seen["cards"] is None else seen["cards"]
         return None

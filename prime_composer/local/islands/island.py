@@ -126,9 +126,11 @@ class Island:
             The newest of the steps that every island has; None where the others train already.
 
         Raises:
-            IslandRefused: another island has another recipe, has left, did not come, is reached at
-                an address of its own machine alone, or has none of these checkpoints.
+            IslandRefused: another island or the lighthouse has another recipe; an island has left,
+                did not come, is reached at an address of its own machine alone, or has none of
+                these checkpoints.
         """
+        self._compare_lighthouse()
         address = own_address(self._seat.lighthouse)
         self._seat.say(recipe=dict(tables), starts=list(starts), address=address)
         cards = self._gather("recipe")
@@ -398,6 +400,15 @@ class Island:
             )
         needed = "running" if self.is_late else key
         return {other: seen.card for other, seen in self._alive.items() if needed in seen.card}
+
+    def _compare_lighthouse(self) -> None:
+        mine = self.config.of_lighthouse
+        for key, value in self._seat.settings.items():
+            if value != mine[key]:
+                raise IslandRefused(
+                    f"the lighthouse was started with {key} = {value:g}, and island {self.index} "
+                    f"has {mine[key]:g}: give both the same file and --set"
+                )
 
     def _compare_recipes(self, tables: Tables, other: int, theirs: Tables) -> None:
         keys = [key for key in differing_keys(theirs, tables) if not OWN_KEYS.fullmatch(key)]

@@ -50,7 +50,7 @@ def open_lighthouse(config: DilocoConfig, host: str, port: int) -> Iterator[str]
             raise ValueError(f"--host {host} --port {port}: {str(error).splitlines()[0]}") from None
         chosen = int(server.address().rpartition(":")[2])
         try:
-            board = Board(host, chosen + 1)
+            board = Board(host, chosen + 1, config.of_lighthouse)
             break
         except OSError as error:
             server.shutdown()
