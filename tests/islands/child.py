@@ -3,10 +3,11 @@
 slow: seconds that each update takes longer. gate: {"step": n, "file": path}: step n waits until the
 file is there. explode: the step whose update leaves weights that are far too large. kill_after: the
 step after which the process kills itself. unreachable: no state of another island can be fetched.
-proxy: the environment's HTTP proxy. kill_in: the outer step, from 0, in the middle of whose
-all-reduces the process kills itself.
+proxy: the environment's HTTP proxy. machine: the network namespace that the process runs in.
+kill_in: the outer step, from 0, in the middle of whose all-reduces the process kills itself.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -25,6 +26,12 @@ HEARTBEAT_MS = 1500
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def move_to(machine: str) -> None:
+    """Let this process see the network of a namespace alone (``os.setns`` of Python 3.12)."""
+    with open(f"/var/run/netns/{machine}") as namespace:
+        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
 
 
 def disturb(plan: dict[str, Any]) -> None:
@@ -54,6 +61,8 @@ def disturb(plan: dict[str, Any]) -> None:
             die()
 
     Run.update, Run.end_step = slow_update, last_end_step
+    if "machine" in plan:
+        move_to(plan["machine"])
     if "proxy" in plan:
         os.environ["http_proxy"] = plan["proxy"]
     if plan.get("unreachable"):

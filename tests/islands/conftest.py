@@ -1,12 +1,16 @@
 """Fixtures of the tests of islands."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prime_composer.local.islands import board as board_module
 from prime_composer.local.islands.board import Board
-from tests.islands.rig import free_ports
+from tests.fork_server import ForkServer
+from tests.islands.rig import OpenRig, Rig, free_ports, tables
+from tests.local.helpers import tiny_models
 
 
 @pytest.fixture
@@ -17,3 +21,21 @@ def at_board(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     board = Board("127.0.0.1", port + 1)
     yield f"http://127.0.0.1:{port}"
     board.close()
+
+
+@pytest.fixture
+def rig(engine_forks: ForkServer, tmp_path: Path) -> Iterator[OpenRig]:
+    """Return what opens a rig, with its lighthouse, for ``section__key=value`` changes."""
+    rigs: list[Rig] = []
+
+    def open_rig(**changes: Any) -> Rig:
+        folder = tmp_path / str(len(rigs))
+        folder.mkdir()
+        raw = tables(**changes)
+        tiny_models(raw)
+        rigs.append(Rig(engine_forks, folder, raw))
+        return rigs[-1]
+
+    yield open_rig
+    for one in rigs:
+        one.close()

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from prime_composer.local.tracker import METRICS_FILE, parse_records
 from tests.command import toml
 from tests.conftest import TINY_RECIPE, changed
 from tests.fork_server import Fork, ForkServer
+from tests.local.helpers import weights
 
 SECONDS = 120.0
 """Time for whatever is waited for."""
@@ -63,19 +66,24 @@ class Rig:
 
     Attributes:
         folder: the working directory. Islands run in ``out``.
-        url: of the lighthouse.
+        host: address of the lighthouse.
     """
 
     def __init__(self, forks: ForkServer, folder: Path, raw: dict[str, Any]):
         self.forks, self.folder = forks, folder
         (folder / "r.toml").write_text(toml(raw))
-        self._port = free_ports()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.host, self._port = "127.0.0.1", free_ports()
         self._forks: list[Fork] = []
 
-    def light(self) -> Fork:
+    @property
+    def url(self) -> str:
+        """URL of the lighthouse."""
+        return f"http://{self.host}:{self._port}"
+
+    def light(self, **plan: Any) -> Fork:
         """Start the lighthouse."""
-        return self._start({}, "lighthouse", "--config", "r.toml", "--port", str(self._port))
+        own = ["--host", self.host, "--port", str(self._port)]
+        return self._start(plan, "lighthouse", "--config", "r.toml", *own)
 
     def island(self, index: int, *words: str, **plan: Any) -> Fork:
         """Start an island with the faults of a plan."""
@@ -137,4 +145,12 @@ def digests(text: str) -> dict[int, tuple[int, str]]:
     return {int(step[:-1]): (int(finished), digest) for _, step, _, finished, digest in lines}
 
 
+def assert_equal_weights(rig: Rig, *islands: int) -> None:
+    first = weights(rig.run_dir(0))
+    for index in islands:
+        own = weights(rig.run_dir(index))
+        assert all(torch.equal(first[name], own[name]) for name in first), index
+
+
 KILLED = -signal.SIGKILL
+OpenRig = Callable[..., Rig]

@@ -2,45 +2,23 @@
 
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.command import numbers
-from tests.fork_server import ForkServer
-from tests.islands.rig import KILLED, Rig, digests, ended, tables, text_so_far, until
-from tests.local.helpers import tiny_models, weights
+from tests.islands.rig import (
+    KILLED,
+    OpenRig,
+    assert_equal_weights,
+    digests,
+    ended,
+    text_so_far,
+    until,
+)
+from tests.local.helpers import weights
 
 torchft = pytest.importorskip("torchft")
-OpenRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def rig(engine_forks: ForkServer, tmp_path: Path) -> Iterator[OpenRig]:
-    """Return what opens a rig, with its lighthouse, for ``section__key=value`` changes."""
-    rigs: list[Rig] = []
-
-    def open_rig(**changes: Any) -> Rig:
-        folder = tmp_path / str(len(rigs))
-        folder.mkdir()
-        raw = tables(**changes)
-        tiny_models(raw)
-        rigs.append(Rig(engine_forks, folder, raw))
-        return rigs[-1]
-
-    yield open_rig
-    for one in rigs:
-        one.close()
-
-
-def assert_equal_weights(rig: Rig, *islands: int) -> None:
-    first = weights(rig.run_dir(0))
-    for index in islands:
-        own = weights(rig.run_dir(index))
-        assert all(torch.equal(first[name], own[name]) for name in first), index
 
 
 def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> None:
