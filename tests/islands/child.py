@@ -31,7 +31,7 @@ def die() -> None:
 def move_to(machine: str) -> None:
     """Let this process see the network of a namespace alone (``os.setns`` of Python 3.12)."""
     with open(f"/var/run/netns/{machine}") as namespace:
-        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
 
 
 def disturb(plan: dict[str, Any]) -> None:

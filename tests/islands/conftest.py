@@ -18,7 +18,7 @@ def at_board(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the URL of a lighthouse that is a board alone."""
     monkeypatch.setattr(board_module, "FIRST_SECONDS", 0.0)
     port = free_ports()
-    board = Board("127.0.0.1", port + 1)
+    board = Board("127.0.0.1", port + 1, {})
     yield f"http://127.0.0.1:{port}"
     board.close()
 

@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,33 @@ def assert_equal_weights(rig: Rig, *islands: int) -> None:
     for index in islands:
         own = weights(rig.run_dir(index))
         assert all(torch.equal(first[name], own[name]) for name in first), index
+
+
+def kill_and_take_over(
+    one: Rig, places: Sequence[dict[str, Any]] = ({}, {}), **of_return: Any
+) -> None:
+    """Kill island 1 between outer steps, and see both end as one after it has come back.
+
+    Args:
+        one: 12 steps, with an outer step after every second one that an island may take alone.
+        places: plan of the first island and of the lighthouse; of the second.
+        of_return: plan of the second one when it is started again.
+    """
+    first, second = places
+    one.light(**first)
+    go = one.folder / "go"
+    stays = one.island(0, gate={"step": 8, "file": str(go)}, **first)
+    ended(one.island(1, kill_after=3, **second), KILLED)
+    until(lambda: len(one.records(0)) > 7, stays)  # steps 0 to 7
+    assert [row["islands/together"] for row in one.records(0) if row["step"] in (2, 6)] == [2, 1]
+    back = one.island(1, "--resume", **second, **of_return)
+    until(lambda: "next outer step" in text_so_far(back), back, stays)
+    go.touch()
+    ours, theirs = digests(ended(stays)), digests(ended(back))
+    assert {*theirs} == {10, 12}
+    assert all(ours[step] == theirs[step] for step in theirs)
+    assert_equal_weights(one, 0, 1)
+    assert one.records(0)[-1]["islands/together"] == 2
 
 
 KILLED = -signal.SIGKILL

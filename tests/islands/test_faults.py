@@ -13,6 +13,7 @@ from tests.islands.rig import (
     assert_equal_weights,
     digests,
     ended,
+    kill_and_take_over,
     text_so_far,
     until,
 )
@@ -27,20 +28,7 @@ def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> N
     No proxy is asked for the state.
     """
     one = rig(diloco__min_replicas=1, trainer__steps=12)
-    one.light()
-    go = one.folder / "go"
-    stays = one.island(0, gate={"step": 8, "file": str(go)})
-    ended(one.island(1, kill_after=3), KILLED)
-    until(lambda: len(one.records(0)) > 7, stays)  # steps 0 to 7
-    assert [row["islands/together"] for row in one.records(0) if row["step"] in (2, 6)] == [2, 1]
-    back = one.island(1, "--resume", proxy="http://127.0.0.1:9")
-    until(lambda: "next outer step" in text_so_far(back), back, stays)
-    go.touch()
-    ours, theirs = digests(ended(stays)), digests(ended(back))
-    assert {*theirs} == {10, 12}
-    assert all(ours[step] == theirs[step] for step in theirs)
-    assert_equal_weights(one, 0, 1)
-    assert one.records(0)[-1]["islands/together"] == 2
+    kill_and_take_over(one, proxy="http://127.0.0.1:9")
 
 
 @pytest.mark.slow

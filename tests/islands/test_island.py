@@ -201,7 +201,7 @@ def test_lighthouse_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_board_refuses_what_is_no_card() -> None:
-    board = Board("127.0.0.1", 0)
+    board = Board("127.0.0.1", 0, {})
     texts = (b"", b"[]", b"{}", b"\xff", b"1", b'{"process": "a"}')
     assert [board.put("0", "", text)[0] for text in texts] == [400] * 6
     board.close()
@@ -209,7 +209,7 @@ def test_board_refuses_what_is_no_card() -> None:
 
 def test_card_travels_when_it_changes() -> None:
     """And again to a board that was restarted, or by one that the island has not seen."""
-    board = Board("127.0.0.1", 0)
+    board = Board("127.0.0.1", 0, {})
 
     def put(island: str, version: str, **card: Any) -> dict[str, Any]:
         status, answer = board.put(island, version, json.dumps({"process": "a", **card}).encode())
@@ -229,11 +229,11 @@ def test_seat_tells_a_board_that_was_restarted_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port = free_ports()
-    board = Board("127.0.0.1", port + 1)
+    board = Board("127.0.0.1", port + 1, {})
     seats = [Seat(f"http://127.0.0.1:{port}", index) for index in (0, 1)]
     seats[0].say(fact=1)
     board.close()
-    board = Board("127.0.0.1", port + 1)
+    board = Board("127.0.0.1", port + 1, {})
     seats.append(Seat(f"http://127.0.0.1:{port}", 2))
     assert seats[2].wait_for(lambda: {0, 1} == {*seats[2].others}, 20.0)
     assert seats[2].others[0].card["fact"] == 1 and seats[2].others[0].alive

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,9 +58,7 @@ class Board:
         OSError: the port is taken.
     """
 
-    def __init__(
-        self, host: str, port: int, lighthouse: Mapping[str, float] = MappingProxyType({})
-    ):
+    def __init__(self, host: str, port: int, lighthouse: Mapping[str, float]):
         self._lighthouse = dict(lighthouse)
         self._cards: dict[str, tuple[Card, float]] = {}
         self._lock = threading.Lock()
