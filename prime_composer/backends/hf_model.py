@@ -97,11 +97,13 @@ def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
             sources.append(reader.from_pretrained(str(model)))
         except (OSError, ValueError):  # a model may have no generation config, or no tokenizer
             continue
-    eos_ids: set[int] = set()
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        eos_ids.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(eos_ids))
+    return tuple(sorted({one for source in sources for one in ids_of(source)}))
+
+
+def ids_of(source: Any) -> set[int]:
+    """Return the ids of ``eos_token_id``, which may be one, several or none."""
+    ids = getattr(source, "eos_token_id", None)
+    return set() if ids is None else {ids} if isinstance(ids, int) else {*ids}
 
 
 def load_tokenizer(model: str | Path) -> Any | None:

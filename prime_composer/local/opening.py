@@ -21,10 +21,11 @@ from prime_composer.backends.protocols import Limits, Rollout, Sampler, Sampling
 from prime_composer.local.engine import Engine
 from prime_composer.local.run_dir.model_check import in_table, local_models
 from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TokenizedProblems, context_of
+from prime_composer.local.tokenized_problems import TokenizedProblems, context_of, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.prompts import Ends
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
@@ -50,7 +51,7 @@ one already, and the cache of a large model takes memory."""
 
 
 def student_spec(
-    rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int
+    rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int, ends: Ends | None = None
 ) -> BackendSpec:
     """Return how to open the student's sampler, with room for ``sequences`` side by side."""
     return BackendSpec(
@@ -67,6 +68,7 @@ def student_spec(
         timeout=rollout.timeout,
         section="[rollout]",
         weights_dir=rollout.weights_dir,
+        ends=None if ends is None else ends.ids,
     )
 
 
@@ -91,6 +93,7 @@ def teacher_spec(
         timeout=teacher.timeout,
         section=f"[{table}]",
         head=teacher.head,
+        ends=None if teacher.tokenizer == "own" else student.ends,
     )
 
 
@@ -145,6 +148,10 @@ def open_engine(
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
         tokenized = TokenizedProblems(problems, tokenizer)
+        readers = Routing.of_recipe(recipe).teachers if recipe.asks_teacher else {}
+        tokenized, said = with_ends(tokenized, recipe.rollout.stop, origin, readers, paths)
+        for line in said:
+            status(line)
         rollout = recipe.rollout.within(
             context_of(recipe.rollout, tokenized, local_models(recipe), paths)
         )
@@ -155,7 +162,8 @@ def open_engine(
                 problems, str(origin), recipe.rollout.renderer, status
             )
             opened.callback(environments.close)
-        spec = student_spec(rollout, origin, recipe.trainer.dtype, recipe.side_by_side)
+        dtype, size = recipe.trainer.dtype, recipe.side_by_side
+        spec = student_spec(rollout, origin, dtype, size, tokenized.ends)
         if teachers_alone:
             sampler: Sampler = NoSampler()
         else:
@@ -195,7 +203,8 @@ def open_engine(
             if replay_needs_reference(recipe.loss):
                 engine.reference = _frozen_start(engine, recipe.student, origin)
             if recipe.replay.path is not None:
-                engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
+                data = problems.sources, tokenizer, tokenized.ends
+                engine.pairs = read_pairs(recipe.replay.path, *data)
         opened.pop_all()
     return engine
 
@@ -341,6 +350,7 @@ def _wrap_own_tokenizers(
                 engine.loss,
                 engine.vocab_size,
                 teacher.table,
+                engine.problems.ends.answer,
             )
 
 

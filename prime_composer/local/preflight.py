@@ -219,7 +219,7 @@ class Checks:
             self.recipe.rollout,
             sampler=engine.sampler.limits,
         )
-        return passed(name)
+        return passed(name, engine.problems.look(self.recipe.rollout.trains_on_data))
 
     def _vocabulary(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
         engine, recipe, tokenized = self.engine, self.recipe, self.engine.problems
@@ -252,7 +252,7 @@ class Checks:
             return []
         teacher_tokenizer = tokenizer_of(self.engine.teacher_specs[teacher])
         if teacher_tokenizer is not None:
-            warnings = check_tokenizers(tokenizer, teacher_tokenizer)
+            check_tokenizers(tokenizer, teacher_tokenizer)
         was_asked = check_served_tokenizer(tokenizer, live)
         if teacher_tokenizer is None and not was_asked:
             not_compared = (
@@ -407,8 +407,7 @@ def check_lengths(
     The problems are those whose rollouts it scores; nothing is checked without any.
     """
     limit = limits.max_model_len
-    solves = config.student_fraction < 1 and not config.teacher_samples
-    if problems and solves and limit is not None:
+    if problems and config.trains_on_data and limit is not None:
         longest = max(len(tokenized.solution(problem).token_ids) for problem in problems)
         if longest >= limit:
             raise PreflightError(

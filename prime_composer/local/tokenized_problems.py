@@ -2,10 +2,17 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from prime_composer.backends.hf_model import (
+    ModelUnavailable,
+    load_tokenizer,
+    read_eos_token_ids,
+)
 from prime_composer.backends.model_files import window
 from prime_composer.backends.protocols import Rollout
 from prime_composer.environments.tasks import Task
@@ -13,10 +20,24 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import reward
-from prime_composer.problems.prompts import render_prompt
+from prime_composer.problems.prompts import (
+    Ends,
+    around_answer,
+    marks_of,
+    reads_plainly,
+    render_answer,
+    render_prompt,
+    special_tokens,
+)
 from prime_composer.recipe.model import ModelConfig
 from prime_composer.recipe.rollout import RolloutConfig
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.step.replay import response
+from prime_composer.teachers.compatibility import common_ends
+
+LOOKED_AT = 64
+"""Problems of each part whose rendering is looked at before a run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +47,13 @@ class TokenizedProblems:
     Attributes:
         problem_set: the problems, and how each environment asks and checks them.
         tokenizer: the student's tokenizer.
+        run_ends: what ends a text of the run; None takes the ends of tokenizer and data.
     """
 
     problem_set: ProblemSet
     tokenizer: Any
     _prompts: dict[Problem, list[int]] = field(default_factory=dict, repr=False)
+    run_ends: Ends | None = None
 
     def prompt(self, problem: Problem) -> list[int]:
         """Return the token ids of the problem's prompt.
@@ -52,15 +75,75 @@ class TokenizedProblems:
                 self._prompts[problem] = render_prompt(problem, config, self.tokenizer)
         return self._prompts[problem]
 
+    @cached_property
+    def ends(self) -> Ends:
+        """What ends a text, the data's answers included."""
+        return self.run_ends or Ends.of(self.tokenizer, self.ends_of_turns(self.tokenizer))
+
+    def ends_of_turns(self, tokenizer: Any) -> set[int]:
+        """Return the ids with which a chat template ends the answers to the problems."""
+        config_of = self.problem_set.config_of
+        ends = (around_answer(one, config_of(one), tokenizer)[1] for one in self._chats())
+        return {one for one in ends if one is not None}
+
+    def look(self, answers: bool) -> list[str]:
+        """Look at what the tokenizer makes of the first problems, and return warnings.
+
+        Args:
+            answers: the run trains on the data's answers.
+
+        Raises:
+            ValueError: the chat template leaves a message out, or writes an answer otherwise than
+                behind its own prompt.
+        """
+        warnings = []
+        config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
+        for problem in self._chats():
+            before, _ = around_answer(problem, config_of(problem), self.tokenizer)
+            if before is not None and any(token in before for token in special.values()):
+                warnings.append(
+                    "The chat template writes no generation prompt: the student has to begin each "
+                    f"answer with {before!r} itself. Give its tokenizer a template that reads "
+                    "add_generation_prompt."
+                )
+        looked = [*self.problem_set.practice[:LOOKED_AT], *self.problem_set.held_out[:LOOKED_AT]]
+        for problem in looked:
+            self.prompt(problem)
+            if answers and problem.answer:
+                self.solution(problem)
+        texts = [problem for problem in looked if not self._is_plain(problem)]
+        if texts:
+            warnings.append(
+                f"{len(texts)} of the first {len(looked)} problems contain the text of a special "
+                f"token, for example {texts[0].question[:60]!r}, which this tokenizer cannot read "
+                "as plain text: it becomes the token. Replace it in the data."
+            )
+        return warnings
+
+    def _chats(self) -> Iterable[Problem]:
+        """Return the first problem of each table of data that goes through the chat template."""
+        problems = reversed([*self.problem_set.practice, *self.problem_set.held_out])
+        own = {one.environment: one for one in problems if not isinstance(one, Task)}
+        return [one for one in own.values() if self.problem_set.config_of(one).chat_template]
+
+    def _is_plain(self, problem: Problem) -> bool:
+        """Return whether no text of a problem becomes a special token."""
+        if isinstance(problem, Task):
+            return not marks_of(self.tokenizer, [problem.messages])
+        texts = [problem.question, problem.answer, *(text for _, text in problem.context)]
+        return not marks_of(self.tokenizer, texts) or reads_plainly(self.tokenizer)
+
     def solution(self, problem: Problem, prompt_index: int = 0) -> Rollout:
         """Return the data's solution of a problem in the form of a rollout."""
-        config = self.problem_set.config_of(problem)
-        prompt = self.prompt(problem)
-        return response(prompt, problem.answer, config, self.tokenizer, prompt_index)
+        config, prompt = self.problem_set.config_of(problem), self.prompt(problem)
+        answer = render_answer(problem, problem.answer, config, self.tokenizer, self.ends)
+        return response(prompt, answer, prompt_index)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
-        """Return a completion as text, without special tokens."""
-        return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+        """Return a completion as text, without its end and special tokens."""
+        ended = len(completion_ids) > 0 and completion_ids[-1] in self.ends.ids
+        content = completion_ids[:-1] if ended else completion_ids
+        return self.tokenizer.decode(content, skip_special_tokens=True)
 
     def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
         """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value.
@@ -71,6 +154,54 @@ class TokenizedProblems:
             budget: time for the answers of a step that Math-Verify does not finish.
         """
         return reward(text, problem, self.problem_set.config_of(problem), budget)
+
+
+def with_ends(
+    tokenized: TokenizedProblems,
+    stop: Sequence[int | str] | None,
+    student: str | Path,
+    teachers: Mapping[TeacherId, TeacherConfig],
+    folders: Mapping[str, Path | None],
+) -> tuple[TokenizedProblems, list[str]]:
+    """Return the problems with what ends a text of their run, and what to say of it.
+
+    Args:
+        tokenized: the problems.
+        stop: ``rollout.stop``, which is in the place of all that ``common_ends`` finds.
+        student: the student's directory or hub id.
+        teachers: the teachers, of which those with its tokens end a text, too.
+        folders: directories of prepared models, by table.
+
+    Raises:
+        ValueError: a text of ``stop`` is no token.
+    """
+    tokenizer = tokenized.tokenizer
+    if stop is not None:
+        ids = [_token_of(one, tokenizer) for one in stop]
+        return replace(tokenized, run_ends=Ends(tuple(sorted({*ids})), ids[0])), []
+    of_teachers = {}
+    for teacher, config in teachers.items():
+        model = config.model or folders.get(teacher.table)
+        if model is not None and config.tokenizer != "own":
+            with suppress(ModelUnavailable):  # it may be on another machine
+                known = {*read_eos_token_ids(model)}
+                if (other := load_tokenizer(model)) is not None and other.chat_template:
+                    known |= tokenized.ends_of_turns(other)
+                of_teachers[f"[{teacher.table}]"] = known
+    own, turns = {*read_eos_token_ids(student)}, tokenized.ends_of_turns(tokenizer)
+    ends, lines = common_ends(tokenizer, own, turns, of_teachers)
+    return replace(tokenized, run_ends=ends), lines
+
+
+def _token_of(end: int | str, tokenizer: Any) -> int:
+    """Return the id of an entry of ``rollout.stop``."""
+    ids = [end] if isinstance(end, int) else tokenizer.encode(end, add_special_tokens=False)
+    if len(ids) != 1:
+        raise ValueError(
+            f"rollout.stop: {end!r} is {len(ids)} tokens of the student's tokenizer, and an end "
+            "is one; name a text that is one token, or its id"
+        )
+    return ids[0]
 
 
 def context_of(

@@ -1,6 +1,51 @@
-"""Write prompts and answers as text and as token ids."""
+"""Write prompts and answers as text and as token ids.
+
+What a problem says is data. Where it contains the text of a special token, such as ``<|im_end|>``,
+that becomes the tokens of a plain text, and not the token that ends a turn.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer
+
+FIRST_MARK = 0xE000
+"""First character for private use. It stands for a special token's text while data is rendered."""
+
+TRIED_TOKENS = 64
+"""Special tokens with which a tokenizer is tried."""
+
+SPECIMEN = "Forty-two"
+"""An answer, to see what a chat template writes around one."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends a text of a run.
+
+    Attributes:
+        ids: every id that ends one, in ascending order.
+        answer: the id that ends an answer of the data where its chat template writes none of
+            ``ids``; None where nothing ends a text.
+    """
+
+    ids: tuple[int, ...]
+    answer: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Any, turns: Set[int], others: Set[int] = frozenset()) -> "Ends":
+        """Return those of a tokenizer, of what chat templates write, and others.
+
+        An answer ends as in a chat, or with the tokenizer's own end.
+        """
+        eos = getattr(tokenizer, "eos_token_id", None)
+        own = [] if eos is None else [eos]
+        preferred = [*sorted(turns), *own, *sorted(others)]
+        return cls(tuple(sorted({*preferred})), next(iter(preferred), None))
 
 
 def prompt_text(problem: Problem, config: DataConfig) -> str:
@@ -27,10 +72,75 @@ def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) ->
 
     Raises:
         ValueError: ``chat_template`` is set and the tokenizer has none, or its template refuses
-            the messages.
+            the messages, or leaves one of them out.
     """
+    marks = marks_of(tokenizer, [problem.question, *(text for _, text in problem.context)])
+    if config.chat_template:
+        text = chat_text(problem, config, tokenizer, marks)
+        _check_written(problem, config, _restore(text, marks))
+        return encode(tokenizer, text, marks)
+    lead = _lead(tokenizer, prompt_text(problem, config))
+    marked = replace(problem, question=_replace(problem.question, marks))
+    return [*lead, *encode(tokenizer, prompt_text(marked, config), marks)]
+
+
+def render_answer(
+    problem: Problem, answer: str, config: DataConfig, tokenizer: Any, ends: Ends
+) -> list[int]:
+    """Return an answer's token ids as they follow those of the prompt, with the id that ends it.
+
+    With a chat template they are what it writes after its own prompt, up to the first end.
+
+    Raises:
+        ValueError: the template writes the prompt otherwise where an answer follows, or nothing
+            ends a text.
+    """
+    if ends.answer is None:
+        raise ValueError(
+            "the student has no end of text, and the data's answers need one: set eos_token_id in "
+            "its generation_config.json, or rollout.stop"
+        )
+    answer = _without_end(answer, tokenizer, ends)
+    data = [problem.question, answer, *(text for _, text in problem.context)]
+    marks = marks_of(tokenizer, data)
     if not config.chat_template:
-        return list(tokenizer.encode(prompt_text(problem, config)))
+        text = _replace(answer_text(answer, config), marks)
+        return [*encode(tokenizer, text, marks), ends.answer]
+    prompt = chat_text(problem, config, tokenizer, marks)
+    whole = chat_text(problem, config, tokenizer, marks, answer)
+    if not whole.startswith(prompt):
+        raise ValueError(
+            f"the tokenizer's chat template asks with {prompt[-60:]!r} and writes the answered "
+            f"question as {whole[-len(answer) - 60 :]!r}, which does not begin so: write the "
+            "data's answers as the template reads them (with their reasoning, for a model that "
+            "reasons), or give the student a template that keeps its own prompt"
+        )
+    _check_written(problem, config, _restore(whole, marks), answer)
+    prompt_ids, ids = encode(tokenizer, prompt, marks), encode(tokenizer, whole, marks)
+    if ids[: len(prompt_ids)] == prompt_ids:
+        ids = ids[len(prompt_ids) :]
+    else:  # a token reaches from the one into the other, which no sampled answer has
+        ids = encode(tokenizer, whole[len(prompt) :], marks)
+    end = next((place for place, one in enumerate(ids) if one in ends.ids), None)
+    if end is None:
+        return [*encode(tokenizer, whole[len(prompt) :].rstrip(), marks), ends.answer]
+    return ids[: end + 1]
+
+
+def chat_text(
+    problem: Problem,
+    config: DataConfig,
+    tokenizer: Any,
+    marks: Mapping[str, str],
+    answer: str | None = None,
+) -> str:
+    """Return a problem as the tokenizer's chat template writes it, with or without an answer.
+
+    Without one it ends in what an answer begins with. The texts of ``marks`` are replaced.
+
+    Raises:
+        ValueError: there is no template, or it refuses the messages.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         because = next((key for key in CHAT_KEYS if getattr(config, key) is not None), None)
         remedy = "set it to false" if because is None else f"{because} needs one"
@@ -38,9 +148,12 @@ def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) ->
             f"[data] chat_template = true, but this model's tokenizer has none; {remedy}"
         )
     messages = prompt_messages(problem, config)
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    marked = [one | {"content": _replace(one["content"], marks)} for one in messages]
     try:
-        token_ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        text: str = tokenizer.apply_chat_template(
+            marked, add_generation_prompt=answer is None, tokenize=False
         )
     except Exception as error:  # templates are programs, and raise what they like
         roles = ", ".join(message["role"] for message in messages)
@@ -48,4 +161,147 @@ def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) ->
             f"the tokenizer's chat template refuses the messages ({roles}) of the question "
             f"{problem.question[:60]!r}: {error}. Change the data, or the chat template"
         ) from error
-    return list(token_ids)
+    return text
+
+
+def around_answer(
+    problem: Problem, config: DataConfig, tokenizer: Any
+) -> tuple[str | None, int | None]:
+    """Return what the chat template writes between its prompt and an answer, and the id behind it.
+
+    The first is None where the template writes the prompt otherwise before an answer, the second
+    where it ends an answer with no token of its own.
+    """
+    try:
+        prompt = chat_text(problem, config, tokenizer, {})
+        whole = chat_text(problem, config, tokenizer, {}, SPECIMEN)
+    except ValueError:
+        return None, None
+    before, _, after = whole.rpartition(SPECIMEN)
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    end = next((one for one in ids if one in _added(tokenizer)), None)
+    return before.removeprefix(prompt) if before.startswith(prompt) else None, end
+
+
+def ends_of_chat(tokenizer: Any) -> set[int]:
+    """Return the id with which a chat template ends an answer to one message, if it has one."""
+    chat = DataConfig(chat_template=True, prompt_template="{question}")
+    _, end = around_answer(Problem("Why?", ""), chat, tokenizer)
+    return set() if end is None else {end}
+
+
+def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
+    """Return the special tokens whose texts stand in some data, each with a character for it.
+
+    The longest is first. None of the characters stands in the data.
+    """
+    special, text = special_tokens(tokenizer), "\n".join(data)
+    if not special:
+        return {}
+    found = {*tokenizer.encode(text, add_special_tokens=False)} & special.keys()
+    tokens = sorted({special[one] for one in found if special[one] in text}, key=len, reverse=True)
+    free = (chr(code) for code in range(FIRST_MARK, FIRST_MARK + 6400) if chr(code) not in text)
+    return dict(zip(tokens, free, strict=False))
+
+
+def encode(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
+    """Return the ids of a text, in which ``marks`` stand for texts of its data.
+
+    These become plain text where the tokenizer can do that (``reads_plainly``).
+    """
+    if marks and reads_plainly(tokenizer):
+        return _pieces(tokenizer, text, marks)
+    return list(tokenizer.encode(_restore(text, marks), add_special_tokens=False))
+
+
+@lru_cache(maxsize=8)
+def reads_plainly(tokenizer: Any) -> bool:
+    """Return whether a tokenizer reads what stands between special tokens as it reads it alone."""
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return False
+    tokens = [*special_tokens(tokenizer).values()][:TRIED_TOKENS]
+    texts = [f"a {token}b c{token} d\n{token}\nE 1" for token in tokens]
+    own = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return own == [_pieces(tokenizer, text, {}) for text in texts]
+
+
+def _pieces(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
+    """Return the ids of a text, encoded between its special tokens."""
+    special, plain = special_tokens(tokenizer), _plain(tokenizer)
+    ids: list[int] = []
+    for one in tokenizer.encode(text, add_special_tokens=False):
+        if one in special and special[one] in text:
+            piece, _, text = text.partition(special[one])
+            ids += [*plain.encode(_restore(piece, marks), add_special_tokens=False).ids, one]
+    return ids + plain.encode(_restore(text, marks), add_special_tokens=False).ids
+
+
+@lru_cache(maxsize=8)
+def _plain(tokenizer: Any) -> Any:
+    """Return the tokenizer of the library `tokenizers` that reads special tokens as plain text."""
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    plain.encode_special_tokens = True
+    return plain
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens that control a model, by id. They have no other meaning in a text."""
+    return {one: text for one, (text, special) in _added(tokenizer).items() if special}
+
+
+@lru_cache(maxsize=8)
+def _added(tokenizer: Any) -> dict[int, tuple[str, bool]]:
+    """Return the tokens that were added to a vocabulary, by id, and whether each is special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {one: (token.content, token.special) for one, token in added.items()}
+
+
+def _lead(tokenizer: Any, text: str) -> list[int]:
+    """Return what the tokenizer writes in front of a text. Some write an end behind it, too."""
+    bare, whole = (tokenizer.encode(text, add_special_tokens=own) for own in (False, True))
+    spans = range(len(whole) - len(bare) + 1)
+    start = next((at for at in spans if whole[at : at + len(bare)] == bare), 0)
+    return list(whole[:start])
+
+
+def _without_end(answer: str, tokenizer: Any, ends: Ends) -> str:
+    """Return an answer without the text of an end that the data has written itself."""
+    tokens = [text for one in ends.ids if (text := _added(tokenizer).get(one, ("",))[0])]
+    stripped = answer.rstrip()
+    end = next((token for token in tokens if stripped.endswith(token)), None)
+    return answer if end is None else _without_end(stripped.removesuffix(end), tokenizer, ends)
+
+
+def _check_written(problem: Problem, config: DataConfig, text: str, answer: str = "") -> None:
+    """Refuse a chat template that leaves out words of a message. Templates trim and escape, and
+    leave out the reasoning of earlier turns on purpose."""
+    messages = [*prompt_messages(problem, config), {"role": "answer", "content": answer}]
+    words = [
+        re.findall(r"\w+", content if role == "answer" else content.rpartition("</think>")[2])
+        for role, content in (message.values() for message in messages)
+    ]
+    counts = Counter(word for own in words for word in own)
+    lost = [sum(text.count(word) < counts[word] for word in own) for own in words]
+    if any(lost):
+        role, content = messages[lost.index(max(lost))].values()
+        keys = {
+            "system": ("system", "system_key", "messages_key"),
+            "answer": ("messages_key", "answer_key"),
+        }.get(role, ("messages_key", "prompt_template"))
+        key = next(key for key in keys if getattr(config, key) is not None)
+        raise ValueError(
+            f"[data] {key}: the tokenizer's chat template leaves out some of {content[:60]!r}, "
+            f"which is of the {role}; leave it out, or give the tokenizer a template that writes it"
+        )
+
+
+def _replace(text: str, marks: Mapping[str, str]) -> str:
+    for token, mark in marks.items():
+        text = text.replace(token, mark)
+    return text
+
+
+def _restore(text: str, marks: Mapping[str, str]) -> str:
+    return _replace(text, {mark: token for token, mark in marks.items()})

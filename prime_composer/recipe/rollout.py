@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ USUAL_CONTEXT = 2048
 
 MOST_AHEAD = 8
 """Largest ``rollout.ahead``: what prime-rl allows by default."""
+
+NO_ENDS = not_carried("prime-rl's renderer ends an answer where its chat template does")
 
 ONE_LIMIT = not_carried("prime-rl has one max_completion_tokens for all steps of a run")
 
@@ -46,6 +48,10 @@ class GrowthConfig(Table):
         if step >= self.steps:
             return largest
         return self.start + (largest - self.start) * (step - 1) // (self.steps - 1)
+
+
+End = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
+"""Type of a token that ends an answer: its id, or its text."""
 
 
 class RolloutConfig(Table):
@@ -93,6 +99,12 @@ class RolloutConfig(Table):
 
     max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
     """Token budget of a completion."""
+
+    stop: tuple[End, ...] | None = Field(default=None, min_length=1, json_schema_extra=NO_ENDS)
+    """Tokens that end an answer, as ids or texts of one token each. Unset: those of the student's
+    generation_config.json, config.json and tokenizer, what its chat template writes after an
+    answer, and where the teachers have its tokens those of the teachers. The first one ends the
+    data's answers where no chat template does."""
 
     growth: GrowthConfig | None = Field(default=None, json_schema_extra=ONE_LIMIT)
     """Begin with fewer tokens than ``max_tokens``, and raise them step by step."""
@@ -167,6 +179,11 @@ class RolloutConfig(Table):
     def teacher_samples(self) -> bool:
         """Whether the teacher samples the sequences that the student does not."""
         return self.other_source == "teacher"
+
+    @property
+    def trains_on_data(self) -> bool:
+        """Whether some sequences are the data's own answers."""
+        return self.student_fraction < 1 and not self.teacher_samples
 
 
 class ReplayConfig(Table):

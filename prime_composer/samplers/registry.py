@@ -49,6 +49,7 @@ class BackendSpec:
         weights_dir: directory through which a server receives new weights; None is the system's
             own.
         head: directory of a checkpoint with a served teacher's output head; None asks the server.
+        ends: ids that end a text it samples, and no others; None takes the model's own.
     """
 
     backend: str
@@ -65,6 +66,7 @@ class BackendSpec:
     section: str
     weights_dir: Path | None = None
     head: Path | None = None
+    ends: tuple[int, ...] | None = None
 
     @property
     def serves(self) -> bool:
@@ -96,13 +98,19 @@ def _vllm(spec: BackendSpec, status: Status | None) -> Sampler:
         max_model_len=spec.max_model_len,
         sequences=spec.sequences,
         gpu_memory_utilization=spec.gpu_memory_utilization,
+        eos_token_ids=spec.ends,
     )
 
 
 def _transformers(spec: BackendSpec, status: Status | None) -> Sampler:
     from prime_composer.samplers.transformers import TransformersSampler
 
-    return TransformersSampler(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
+    return TransformersSampler(
+        spec.model,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        eos_token_ids=spec.ends,
+    )
 
 
 def _server(spec: BackendSpec, status: Status | None) -> Sampler:
@@ -114,6 +122,7 @@ def _server(spec: BackendSpec, status: Status | None) -> Sampler:
         str(spec.model),
         section=spec.section,
         weights_dir=spec.weights_dir,
+        eos_token_ids=spec.ends,
         **spec.connection(status),
     )
 

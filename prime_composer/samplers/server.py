@@ -88,8 +88,8 @@ class ServerSampler(Server):
         weights_dir: a directory that this process can write and the server can read, for
             ``update_weights``. None is the system's temporary directory, for a server on this
             machine.
-        eos_token_ids: ids that end a completion, in addition to the server's own EOS and
-            ``SamplingParams.stop_token_ids``.
+        eos_token_ids: ids that end a completion, in addition to
+            ``SamplingParams.stop_token_ids``. None: the server's own EOS.
         seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
             ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
             crashes.
@@ -105,13 +105,13 @@ class ServerSampler(Server):
         *,
         section: str = "[rollout]",
         weights_dir: str | Path | None = None,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] | None = None,
         seeded: bool = True,
         **connection: Unpack[ConnectionOptions],
     ):
         super().__init__(url, model, section=section, **connection)
         self.weights_dir = weights_dir
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = eos_token_ids
         self.seeded = seeded
         self.starts = 1
         self._student: nn.Module | None = None
@@ -193,7 +193,8 @@ class ServerSampler(Server):
                 temperature=params.temperature,
                 top_p=params.top_p,
                 max_tokens=params.max_tokens,
-                stop_token_ids=sorted({*self.eos_token_ids, *params.stop_token_ids}),
+                stop_token_ids=sorted({*(self.eos_token_ids or ()), *params.stop_token_ids}),
+                ignore_eos=self.eos_token_ids is not None,
                 logprobs=0,
             )
             if self.seeded and not greedy:

@@ -11,7 +11,7 @@ from torch import nn
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import LossInputs, given
 from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.prompts import answer_text, render_prompt
+from prime_composer.problems.prompts import Ends, render_answer, render_prompt
 from prime_composer.problems.rows import read_rows
 from prime_composer.step.batch import Pair, Sample
 from prime_composer.step.student_forward import student_inputs
@@ -31,7 +31,9 @@ def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
     return pairs[:limit]
 
 
-def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) -> list[Pair]:
+def read_pairs(
+    path: Path, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends
+) -> list[Pair]:
     """Read the pairs of a JSONL file.
 
     Each line is an object with the strings "question", "chosen" and "rejected". Where a recipe has
@@ -42,13 +44,13 @@ def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) ->
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
-    pairs = read_rows(path, lambda row: pair_of_row(row, sources, tokenizer))
+    pairs = read_rows(path, lambda row: pair_of_row(row, sources, tokenizer, ends))
     if not pairs:
         raise ValueError(f"{path} contains no pair")
     return pairs
 
 
-def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any) -> Pair:
+def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends) -> Pair:
     """Return a row of a file of pairs as a pair.
 
     Raises:
@@ -64,24 +66,19 @@ def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any) -> 
     problem = Problem(row["question"], row["chosen"], environment)
     prompt = render_prompt(problem, data, tokenizer)
     chosen, rejected = (
-        Sample(response(prompt, row[key], data, tokenizer, 0), problem, row[key])
+        Sample(response(prompt, answer), problem, row[key])
         for key in ("chosen", "rejected")
+        for answer in [render_answer(problem, row[key], data, tokenizer, ends)]
     )
     return Pair(chosen, rejected)
 
 
-def response(
-    prompt: Sequence[int], text: str, data: DataConfig, tokenizer: Any, prompt_index: int
-) -> Rollout:
-    """Return a given text, with the end of text, as the response to a prompt.
+def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0) -> Rollout:
+    """Return a given answer, its end included, as the response to a prompt.
 
     It was not sampled, so its ``inference_logprobs`` are NaN.
     """
-    completion = [
-        *tokenizer.encode(answer_text(text, data), add_special_tokens=False),
-        tokenizer.eos_token_id,
-    ]
-    token_ids = torch.tensor([*prompt, *completion])
+    token_ids = torch.tensor([*prompt, *answer])
     return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
 

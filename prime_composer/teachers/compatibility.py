@@ -1,11 +1,13 @@
 """Whether a teacher reads and writes the student's tokens: tokenizers, vocabularies, ids."""
 
 import hashlib
+from collections.abc import Mapping, Set
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores
+from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
 
 PROBES = (
@@ -38,11 +40,8 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return digest.hexdigest()[:12]
 
 
-def check_tokenizers(student: Any, teacher: Any) -> list[str]:
+def check_tokenizers(student: Any, teacher: Any) -> None:
     """Check that both have the same tokens with the same ids, and split the same text equally.
-
-    Returns:
-        A warning where they end a text with different tokens.
 
     Raises:
         PreflightError: they differ; the message names the first difference.
@@ -74,13 +73,41 @@ def check_tokenizers(student: Any, teacher: Any) -> list[str]:
                 f"{len(teacher_ids)} tokens that differ although their vocabularies are equal "
                 f"(merges or pre-tokenizer); {remedy}."
             )
-    if student.eos_token_id != teacher.eos_token_id:
-        return [
-            f"The student ends a text with {student.eos_token!r} and the teacher with "
-            f"{teacher.eos_token!r}: the teacher finds the student's ending improbable, so mask "
-            "special tokens in the loss or align the EOS."
-        ]
-    return []
+
+
+def common_ends(
+    tokenizer: Any, own: Set[int], turns: Set[int], teachers: Mapping[str, Set[int]]
+) -> tuple[Ends, list[str]]:
+    """Return what ends a text for a student and its teachers, and what a user has to know of it.
+
+    A text ends where one of them ends it, and where the chat template ends an answer.
+
+    Args:
+        tokenizer: the student's, which the teachers share.
+        own: ids that end a text by the student's files.
+        turns: ids with which its chat template ends the data's answers.
+        teachers: ids that end a text for each teacher whose files are known, by its name.
+    """
+    ends = Ends.of(tokenizer, turns, {*own}.union(*teachers.values()))
+    lines = [
+        f"warning: the student ends an answer with {named(ends.answer, tokenizer)}, which does not "
+        f"end one for {name}: it finds that end improbable. Mask special tokens in the loss, or "
+        "give both one end."
+        for name, known in teachers.items()
+        if ends.answer is not None and ends.answer not in known
+    ]
+    if more := [one for one in ends.ids if one not in own]:
+        names = ", ".join(named(one, tokenizer) for one in more)
+        lines.append(
+            f"answers also end with {names}, as chat template or teachers do, which the student's "
+            "generation_config.json does not say (rollout.stop overrides it)"
+        )
+    return ends, lines
+
+
+def named(token: int, tokenizer: Any) -> str:
+    """Return a token as text, with its id."""
+    return f"{tokenizer.decode([token])!r} ({token})"
 
 
 @runtime_checkable

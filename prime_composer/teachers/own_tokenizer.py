@@ -88,6 +88,7 @@ def with_own_tokenizer(
     loss: LossConfig,
     vocab_size: int,
     table: str,
+    student_end: int | None = None,
 ) -> "OwnTokenizerScorer":
     """Let a teacher with a tokenizer of its own score the student's tokens.
 
@@ -100,6 +101,7 @@ def with_own_tokenizer(
         loss: the recipe's loss.
         vocab_size: entries of the student's head.
         table: the teacher's table, for messages.
+        student_end: the student's id that ends an answer; None takes its tokenizer's.
 
     Raises:
         PreflightError: the tokenizers cannot be compared.
@@ -108,9 +110,8 @@ def with_own_tokenizer(
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
     sizes = scorer.limits.vocab_size or 0, vocab_size
     leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
-    pair = make_pair(
-        tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes, leads
-    )
+    ends = read_eos_token_ids(model)
+    pair = make_pair(tokenizer, student, ends, prompts.texts(), table, sizes, leads, student_end)
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
     return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed, table=table)

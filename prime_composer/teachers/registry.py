@@ -18,13 +18,19 @@ def _vllm(spec: BackendSpec, status: Status | None) -> Scorer:
         sequences=spec.sequences,
         max_logprobs="full",
         gpu_memory_utilization=spec.gpu_memory_utilization,
+        eos_token_ids=spec.ends,
     )
 
 
 def _transformers(spec: BackendSpec, status: Status | None) -> Scorer:
     from prime_composer.teachers.transformers import TransformersScorer
 
-    return TransformersScorer(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
+    return TransformersScorer(
+        spec.model,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        eos_token_ids=spec.ends,
+    )
 
 
 def _server(spec: BackendSpec, status: Status | None) -> Scorer:
@@ -37,6 +43,7 @@ def _server(spec: BackendSpec, status: Status | None) -> Scorer:
         section=spec.section,
         heads=cache_root() / "heads",
         head=spec.head,
+        eos_token_ids=spec.ends,
         **spec.connection(status),
     )
 

@@ -34,6 +34,7 @@ class ServerScorer(Server):
         heads: folder where output heads are kept, by their hash. None: nowhere.
         head: folder of a checkpoint whose output head is read instead of the server's. It has to be
             the same.
+        eos_token_ids: ids that end what ``sampler`` writes; None: the server's own EOS.
         kind: what is asked for a support that the caller has not chosen.
     """
 
@@ -48,6 +49,7 @@ class ServerScorer(Server):
         max_logprobs: int | None = None,
         heads: Path | None = None,
         head: Path | None = None,
+        eos_token_ids: Sequence[int] | None = None,
         kind: SupportKind = TOP_K,
         **connection: Unpack[ConnectionOptions],
     ):
@@ -56,7 +58,14 @@ class ServerScorer(Server):
         self._asked_at: int | None = None
         super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
         self._client = TeacherClient(self, self.model, kind=kind)
-        self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
+        self._open_sampler = partial(
+            ServerSampler,
+            url,
+            self.model,
+            section=section,
+            eos_token_ids=eos_token_ids,
+            **connection,
+        )
 
     @property
     def limits(self) -> Limits:

@@ -122,6 +122,7 @@ def make_pair(
     table: str,
     sizes: tuple[int, int] = (0, 0),
     leads: tuple[bytes, bytes] = (b"", b""),
+    student_end: int | None = None,
 ) -> Pair:
     """Return the tables of two tokenizers of transformers.
 
@@ -133,12 +134,14 @@ def make_pair(
         table: the teacher's table in the recipe, for messages.
         sizes: entries of the teacher's and the student's heads.
         leads: what the teacher and the student write in front of an answer (``lead_of``).
+        student_end: the student's id that ends an answer; None takes its tokenizer's.
 
     Raises:
         PreflightError: both are the same, or one of them is none that can be compared.
     """
     own = f'[{table}] tokenizer = "own"'
-    codes, ends = [], ([*teacher_ends], [student.eos_token_id])
+    student_end = student.eos_token_id if student_end is None else student_end
+    codes, ends = [], ([*teacher_ends], [student_end])
     both = ((teacher, "the teacher"), (student, "the student"))
     for (tokenizer, who), size, silent in zip(both, sizes, ends, strict=True):
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -159,7 +162,7 @@ def make_pair(
             f"{own}: neither the teacher's model nor its tokenizer names an end of text; set "
             "eos_token_id in its generation_config.json."
         )
-    if student.eos_token_id is None:
+    if student_end is None:
         raise PreflightError(f"{own}: the student's tokenizer has no end of text; set eos_token.")
     texts = [*texts]
     if are_one(teacher, student, texts[:COUNTED_ANSWERS]):
@@ -167,7 +170,7 @@ def make_pair(
             f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
             "cheaper without it."
         )
-    return Pair(codes[0], codes[1], ends[0], student.eos_token_id, texts, leads)
+    return Pair(codes[0], codes[1], ends[0], student_end, texts, leads)
 
 
 def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:

@@ -60,9 +60,11 @@ class TransformersScorer(LoadedModel):
         max_model_len: int | None = None,
         batch_tokens: int = 8192,
         source: str | Path | None = None,
+        eos_token_ids: Sequence[int] | None = None,
     ):
         super().__init__(model, dtype, device, max_model_len)
         self._source = self._source or source
+        self._ends = eos_token_ids
         check_plain_head(self.model)
         self.batch_tokens = batch_tokens
 
@@ -76,7 +78,7 @@ class TransformersScorer(LoadedModel):
         return TransformersSampler(
             self.model,
             max_model_len=self.limits.max_model_len,
-            eos_token_ids=read_eos_token_ids(self._source),
+            eos_token_ids=self._ends or read_eos_token_ids(self._source),
         )
 
     @torch.no_grad()

@@ -1,21 +1,28 @@
 """Open a teacher, and check that it fits the student and the loss."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
 
-from prime_composer.backends.hf_model import import_transformers, load_tokenizer
+from prime_composer.backends.hf_model import (
+    ids_of,
+    import_transformers,
+    load_tokenizer,
+    read_eos_token_ids,
+)
 from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Rollout, Scorer
 from prime_composer.losses import LossConfig
+from prime_composer.problems.prompts import ends_of_chat
 from prime_composer.teachers.compatibility import (
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
+    common_ends,
 )
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
@@ -116,7 +123,7 @@ def check_teacher(
     warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), size)
     own = load_tokenizer(teacher) if is_folder_or_hub_id(teacher) else None
     if own is not None:
-        warnings += check_tokenizers(tokenizer, own)
+        check_tokenizers(tokenizer, own)
     elif not check_served_tokenizer(tokenizer, scorer):
         warnings.append(
             "The teacher's tokenizer is not known, so its token ids were not compared with the "
@@ -124,6 +131,27 @@ def check_teacher(
         )
     ask(scorer, size, by_student, config.reads_hidden_states)
     return warnings
+
+
+def ends_with(
+    teacher: Teacher, tokenizer: Any, own: Collection[int]
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return what ends a text for the student and its teacher, and what to say of it.
+
+    Args:
+        teacher: what the user passed.
+        tokenizer: the student's.
+        own: ids that end a text by the student's files.
+    """
+    of_teacher: dict[str, set[int]] = {}
+    if isinstance(teacher, nn.Module):
+        model: Any = teacher
+        of_teacher["teacher_model"] = ids_of(model.generation_config) or {*own}
+    elif is_folder_or_hub_id(teacher):
+        turns = ends_of_chat(load_tokenizer(teacher) or tokenizer)
+        of_teacher["teacher_model"] = {*read_eos_token_ids(teacher)} | turns
+    ends, lines = common_ends(tokenizer, {*own}, ends_of_chat(tokenizer), of_teacher)
+    return ends.ids, lines
 
 
 def ask(scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool) -> None:

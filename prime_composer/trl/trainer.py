@@ -30,7 +30,7 @@ from prime_composer.teachers.compatibility import check_ids
 from prime_composer.teachers.policy import students_choice
 from prime_composer.trl.batch import SCORES, rollouts_of
 from prime_composer.trl.objective import check_arguments, read_loss
-from prime_composer.trl.teacher import Teacher, check_teacher, open_teacher
+from prime_composer.trl.teacher import Teacher, check_teacher, ends_with, open_teacher
 
 hide_cuda_packages()  # trl imports all of transformers
 try:
@@ -105,12 +105,29 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             if self.scorer is not teacher_model:
                 self.scorer.close()
             raise
+        warnings += self._end_as_the_teacher(teacher_model)
         for warning in warnings:
             logger.warning(warning)
         self._averages = MetricAverages()
         self._computed = False
         self._logged: list[dict[str, float]] = []
         self.add_callback(_EndOfStep(self))
+
+    def _end_as_the_teacher(self, teacher: Teacher) -> list[str]:
+        """Let completions end where the chat template or the teacher ends them, too.
+
+        ``generation_kwargs`` of the arguments that name an end are left as they are.
+        """
+        args: Any = self.args
+        chosen = args.generation_kwargs or {}
+        if "eos_token_id" in chosen or "stop_token_ids" in chosen:
+            return []
+        ends, lines = ends_with(teacher, self.processing_class, self.eos_token_ids)
+        self.eos_token_ids = [*ends]
+        self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = [*ends]
+        if self.use_vllm:
+            self.vllm_generation.generation_kwargs |= {"stop_token_ids": [*ends]}
+        return lines
 
     def _refuse_untested(self) -> None:
         sharded = {"FSDP": self.is_fsdp_enabled, "DeepSpeed": self.is_deepspeed_enabled}

@@ -3,6 +3,7 @@
 The real server takes 25 s to start, once for the module.
 """
 
+import contextlib
 import json
 import resource
 import socket
@@ -129,6 +130,25 @@ def test_server_stops_at_stop_ids_and_greedy_is_greedy(sampler, vllm_sampler):
         stopped.finish_reason == "stop"
         and stopped.completion_ids == ours[0].completion_ids[: first + 1]
     )
+
+
+@pytest.mark.vllm
+def test_server_ends_where_the_run_says_and_nowhere_else(server):
+    """The end of the server's own files, 1, is passed over; another id ends a completion."""
+    params = SamplingParams(n=64, max_tokens=24)
+    own = ServerSampler(server.url, server.directory)
+    run = ServerSampler(server.url, server.directory, eos_token_ids=(7,))
+    with contextlib.closing(own), contextlib.closing(run):
+        ends = [
+            {
+                r.completion_ids[-1]
+                for r in one.generate(PROMPTS, params, 0)
+                if r.finish_reason == "stop"
+            }
+            for one in (own, run)
+        ]
+        assert any(1 in r.completion_ids[:-1] for r in run.generate(PROMPTS, params, 0))
+    assert ends == [{1}, {7}]
 
 
 @pytest.mark.vllm

@@ -21,6 +21,7 @@ from prime_composer.problems import metrics
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import sentence_score, total_score
+from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import EvalConfig, RecipeError
@@ -58,9 +59,14 @@ class Saying:
         for index, prompt in enumerate(prompts):
             question = next(q for q in self.answers if q in self.tokenized.decode(prompt))
             for text in self.answers[question][: params.n]:
-                said = response(prompt, text, DataConfig(), Words(), index)
+                said = response(prompt, said_ids(text), index)
                 rollouts.append(replace(said, prompt_index=index))
         return rollouts
+
+
+def said_ids(text: str) -> list[int]:
+    """Return a text as an answer, with the end of text."""
+    return render_answer(Problem("", ""), text, DataConfig(), Words(), Ends.of(Words(), set()))
 
 
 SOURCES = {
@@ -311,7 +317,7 @@ def test_problems_that_are_not_graded_are_left_out_of_scores(tmp_path: Path) -> 
     samples = [
         Sample(rollout, problem, reward=reward)
         for problem, reward in ((HELD_OUT[0], 1.0), (HELD_OUT[2], 0.0))
-        for rollout in [response([1], problem.answer, DataConfig(), Words(), 0)]
+        for rollout in [response([1], said_ids(problem.answer))]
     ]
     measured = rollout_metrics(samples, ProblemSet([], [], sources))
     assert (measured["rollout/reward"], measured["rollout/reward/sums"]) == (1.0, 1.0)

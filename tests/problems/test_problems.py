@@ -331,14 +331,12 @@ def test_problem_final_follows_the_last_mark():
 class LetterTokenizer:
     chat_template = None
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         return [ord(letter) for letter in text]
 
     def apply_chat_template(self, conversation, **kwargs):
-        assert kwargs == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>"
-        )
+        assert kwargs == {"add_generation_prompt": True, "tokenize": False}
+        return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>"
 
 
 def test_render_prompt_fills_the_template():

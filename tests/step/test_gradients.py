@@ -12,6 +12,7 @@ from prime_composer.contract import Count, PairMean, Scores
 from prime_composer.local.opening import open_engine
 from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
+from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.batch import Batch, Pair, Sample
@@ -156,6 +157,11 @@ def test_metrics_are_averaged_by_their_type() -> None:
     assert not averages.empty
 
 
+def answer_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return a text as an answer, with the end of text."""
+    return render_answer(PROBLEM, text, DATA, tokenizer, Ends.of(tokenizer, set()))
+
+
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
     """The replay channel's loss and gradient are those of its weight times the mean over pairs."""
@@ -167,7 +173,7 @@ def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
     prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
     texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
     pairs = [
-        Pair(*(Sample(response(prompt, text, DATA, tokenizer, 0), PROBLEM) for text in pair))
+        Pair(*(Sample(response(prompt, answer_ids(text, tokenizer)), PROBLEM) for text in pair))
         for pair in texts
     ]
     replay = {"weight": 0.5, "loss": {"type": name}}

@@ -9,6 +9,7 @@ import pytest
 
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig
+from prime_composer.problems.prompts import Ends
 from prime_composer.step.replay import pairs_of_rollouts, read_pairs
 from tests.local.helpers import SOURCES, Letters, run, sample
 
@@ -33,17 +34,17 @@ def test_read_pairs_names_file_and_line_of_an_error(
     """A good line is a pair with its end of text; a bad one is an error with its place."""
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"question": "q", "chosen": "5", "rejected": "6"}) + "\n")
-    (pair,) = read_pairs(path, SOURCES, student[1])
+    (pair,) = read_pairs(path, SOURCES, student[1], Ends.of(student[1], set()))
     chosen = student[1].decode(pair.chosen.rollout.completion_ids)
     assert chosen == " 5" + student[1].eos_token
     path.write_text(path.read_text() + '{"question": "q", "chosen": 3, "rejected": "6"}\n')
     with pytest.raises(ValueError, match='pairs.jsonl:2: "chosen" must be a string'):
-        read_pairs(path, SOURCES, student[1])
+        read_pairs(path, SOURCES, student[1], Ends.of(student[1], set()))
     with pytest.raises(ValueError, match="no such file"):
-        read_pairs(tmp_path / "absent.jsonl", SOURCES, student[1])
+        read_pairs(tmp_path / "absent.jsonl", SOURCES, student[1], Ends.of(student[1], set()))
     path.write_text("\n")
     with pytest.raises(ValueError, match="contains no pair"):
-        read_pairs(path, SOURCES, student[1])
+        read_pairs(path, SOURCES, student[1], Ends.of(student[1], set()))
 
 
 def test_read_pairs_takes_the_environment_that_a_row_names(tmp_path: Path) -> None:
@@ -53,7 +54,9 @@ def test_read_pairs_takes_the_environment_that_a_row_names(tmp_path: Path) -> No
 
     def first_letter(sources: dict[str, DataConfig], **more: Any) -> str:
         path.write_text(json.dumps({"question": "q", "chosen": "5", "rejected": "6", **more}))
-        return chr(read_pairs(path, sources, Letters())[0].rejected.rollout.token_ids[0])
+        return chr(
+            read_pairs(path, sources, Letters(), Ends((0,), 0))[0].rejected.rollout.token_ids[0]
+        )
 
     assert first_letter({"a": one, "b": two}, environment="b") == "2"
     for environment in ({}, {"environment": "c"}, {"environment": ["a"]}):

@@ -412,3 +412,24 @@ def test_step_past_compute_loss_ends_the_run_untrained(make_trainer, monkeypatch
     with pytest.raises(RuntimeError, match="step 1: .* never called compute_loss"):
         trainer.train()
     assert all(map(torch.equal, trainer.model.parameters(), before))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_completions_end_where_the_teacher_ends_them(
+    make_trainer, models, tmp_path, in_memory: bool
+) -> None:
+    """The teacher's generation config names a second end, which the student's does not."""
+    import json
+    import shutil
+
+    folder = shutil.copytree(models.teacher_folder, tmp_path / "chat")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    teacher: Any = str(folder)
+    if in_memory:
+        teacher = copy.deepcopy(models.teacher)
+        teacher.generation_config.eos_token_id = [1, 7]
+    trainer = make_trainer("sampled_reverse_kl", teacher)
+    assert trainer.eos_token_ids == trainer.generation_config.eos_token_id == [1, 7]
+    loss = {"type": "topk_reverse_kl", "k": 8}
+    own = make_trainer(loss, teacher, generation_kwargs={"eos_token_id": [1]})
+    assert own.eos_token_ids == own.generation_config.eos_token_id == [1]

@@ -201,7 +201,11 @@ def probe_engine(
     advice += advice_on_seconds(forecast)
     model = recipe.student.model or str(engine.model.name_or_path)
     spec = student_spec(
-        recipe.rollout.within(engine.context), model, recipe.trainer.dtype, recipe.side_by_side
+        recipe.rollout.within(engine.context),
+        model,
+        recipe.trainer.dtype,
+        recipe.side_by_side,
+        engine.problems.ends,
     )
     student = student_report(engine, spec, step)
     return ProbeReport(findings, advice, forecast, student, teachers)

@@ -25,7 +25,7 @@ from prime_composer.local.preflight import (
 )
 from prime_composer.local.run_dir.model_check import check_models, local_models
 from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TokenizedProblems, context_of
+from prime_composer.local.tokenized_problems import TokenizedProblems, context_of, with_ends
 from prime_composer.local.tracker import import_wandb
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
@@ -272,12 +272,16 @@ def check_sequences(
     if folder is None or tokenizer is None:
         return ["prompt lengths: not checked, the student's tokenizer is not on this machine yet"]
     tokenized = TokenizedProblems(problems, tokenizer)
+    readers = routing.opened if recipe.asks_teacher else {}
+    tokenized, lines = with_ends(tokenized, recipe.rollout.stop, folder, readers, folders)
+    looked = tokenized.look(answers=recipe.rollout.trains_on_data)
+    lines += [f"warning: {warning}" for warning in looked]
     rollout = recipe.rollout.within(
         context_of(recipe.rollout, tokenized, local_models(recipe), folders)
     )
     setup_loss_fn(resolve(recipe.loss, tokenizer))
     if recipe.replay.path is not None:
-        read_pairs(recipe.replay.path, problems.sources, tokenizer)
+        read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)
     held_out = problems.held_out[: recipe.eval.largest]
     limits = context(rollout.backend, rollout)
     check_prompts(tokenized, problems.practice, held_out, recipe.rollout, sampler=limits)
@@ -291,12 +295,12 @@ def check_sequences(
         scored = [*filter(problems.is_scored, held_out)]
         check_hinted_prompts(policy, problems.practice, scored, rollout, positions)
     longest = max(len(tokenized.prompt(problem)) for problem in (*problems.practice, *held_out))
-    lines = [
+    lines.append(
         f"longest prompt: {longest} tokens, {longest + rollout.max_tokens} with a full completion; "
         f"the context is {rollout.max_model_len}"
-    ]
+    )
     scored_problems, evaluated = route(routing, problems.practice), route(routing, held_out)
-    for scorer, config in routing.opened.items() if recipe.asks_teacher else ():
+    for scorer, config in readers.items():
         limits = context(config.runs_on(rollout.backend), rollout)
         limits = binding(limits, config.on_overflow)
         support_size, _ = recipe.loss.asked_of_teacher
@@ -320,8 +324,8 @@ def compare_with_teacher(
     if folder is None or teacher_tokenizer is None:
         return []
     limits = Limits(vocab_size=read_config(folder).get_text_config().vocab_size)
-    warnings = check_tokenizers(tokenizer, teacher_tokenizer)
-    warnings += check_vocabularies(vocab_size, limits, len(tokenizer), support_size)
+    check_tokenizers(tokenizer, teacher_tokenizer)
+    warnings = check_vocabularies(vocab_size, limits, len(tokenizer), support_size)
     return [f"warning: {warning}" for warning in warnings]
 
 

@@ -27,6 +27,7 @@ from prime_composer.cross_tokenizer.finish import Totals, means
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.losses import parse_loss
+from prime_composer.problems.prompts import ends_of_chat
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.scoring.wire import Facts
@@ -169,7 +170,16 @@ def opened(directory: str, student: str | None) -> OwnTokenizer:
         )
     # The student's head may have more ids than its tokenizer, and it samples them too.
     sizes = 0, len(own) + MOST_PADDING
-    pair = make_pair(teacher, own, read_eos_token_ids(directory), [], TOKENIZERS_KEY, sizes)
+    ends = read_eos_token_ids(directory)
+    pair = make_pair(
+        teacher,
+        own,
+        ends,
+        [],
+        TOKENIZERS_KEY,
+        sizes,
+        student_end=next(iter(ends_of_chat(own)), None),
+    )
     return OwnTokenizer(teacher, pair, settings.support_size(), fixed=fixed)
 
 

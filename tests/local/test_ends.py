@@ -1,0 +1,231 @@
+"""What ends a text in a run: base and chat models of one family, as people distill them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.hf_model import load_tokenizer
+from prime_composer.backends.protocols import SamplingParams
+from prime_composer.cli.commands import main
+from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
+from prime_composer.local.preflight import PreflightError
+from prime_composer.local.sources import load_sources
+from prime_composer.recipe.loading import parse_recipe
+from tests.chat_models import (
+    CHATML,
+    SPECIAL,
+    TEXT_END,
+    TURN_END,
+    make_tokenizer,
+    recipe_of,
+    save_model,
+    write_rows,
+)
+
+ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(20)]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> dict[str, Any]:
+    """Return a recipe of a base model that learns from its chat model, which ends turns, too."""
+    student = save_model(tmp_path / "base", make_tokenizer(), [TEXT_END], 0)
+    teacher = save_model(tmp_path / "chat", make_tokenizer(), [TEXT_END, TURN_END], 1)
+    return recipe_of(student, teacher, write_rows(tmp_path / "rows.jsonl", ROWS))
+
+
+def opened(recipe: dict[str, Any]) -> tuple[Engine, list[str]]:
+    """Return a recipe's open models, and what opening them said."""
+    said: list[str] = []
+    parsed = parse_recipe(recipe)
+    return open_engine(parsed, load_sources(parsed), {}, said.append), said
+
+
+def run(tmp_path: Path, recipe: dict[str, Any], *words: str) -> int:
+    """Run a recipe by the command."""
+    import tomli_w
+
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    return main(["rl", "--engine", "local", "--config", str(file), *words])
+
+
+def test_run_of_base_and_chat_ends_where_the_teacher_does(pair: dict[str, Any]) -> None:
+    """No rollout goes on behind the turn's end, and the difference of the files is said once."""
+    engine, said = opened(pair)
+    assert engine.problems.ends.ids == (TEXT_END, TURN_END)
+    rollouts = engine.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
+    ended = [one for one in rollouts if one.finish_reason == "stop"]
+    last = {int(one.token_ids[-1]) for one in ended}
+    assert last == {TEXT_END, TURN_END}, "the tiny model writes both"
+    for rollout in rollouts:
+        assert not torch.isin(rollout.token_ids[:-1], torch.tensor([TEXT_END, TURN_END])).any()
+    assert engine.teachers is not None
+    scorer = next(iter(engine.teachers.scorers.values()))
+    assert scorer.sampler is not None
+    answers = scorer.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=1)
+    assert any(int(one.token_ids[-1]) == TURN_END for one in answers)
+    (line,) = [text for text in said if "rollout.stop" in text]
+    assert "'<|im_end|>' (2)" in line and "warning" not in line
+
+
+@pytest.mark.parametrize("where", ["template", "teacher"])
+def test_turn_end_is_known_from_template_or_teacher(
+    tmp_path: Path, pair: dict[str, Any], where: str
+) -> None:
+    """Either is enough; a difference of the student's own files alone is none."""
+    data: dict[str, Any] = {}
+    if where == "template":
+        pair["teacher"]["model"] = save_model(tmp_path / "t", make_tokenizer(), TEXT_END, 1)
+    else:
+        data = {"chat_template": False}
+    pair["data"] |= data
+    engine, said = opened(pair)
+    assert engine.problems.ends.ids == (TEXT_END, TURN_END)
+    assert engine.problems.ends.answer == (TURN_END if where == "template" else TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"]
+
+
+def test_students_end_that_the_teacher_lacks_is_a_warning(
+    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chat model learns from a base model without the template: said by the dry run, too."""
+    base = save_model(tmp_path / "b", make_tokenizer(None), TEXT_END, 1)
+    pair["student"], pair["teacher"] = pair["teacher"], {"model": base}
+    _, said = opened(pair)
+    warned = [text for text in said if text.startswith("warning")]
+    assert len(warned) == 1 and "[teacher]" in warned[0] and "'<|im_end|>' (2)" in warned[0]
+    assert run(tmp_path, pair, "--dry-run") == 0
+    assert warned[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stop", "ids"), [([5], (5,)), (["<|im_end|>", "x"], None)])
+def test_stop_overrides_what_files_say(
+    pair: dict[str, Any], stop: list[Any], ids: tuple[int, ...] | None
+) -> None:
+    """Ids and texts of one token end an answer, and nothing else does."""
+    pair["rollout"]["stop"] = stop
+    engine, said = opened(pair)
+    tokenizer = engine.problems.tokenizer
+    ids = ids or (TURN_END, tokenizer.convert_tokens_to_ids("x"))
+    assert engine.problems.ends.ids == ids and engine.problems.ends.answer == ids[0]
+    rollouts = engine.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
+    assert {int(one.token_ids[-1]) for one in rollouts if one.finish_reason == "stop"} <= {*ids}
+    assert any(TEXT_END in one.completion_ids for one in rollouts)
+    assert not any("rollout.stop" in text for text in said)
+
+
+def test_stop_of_several_tokens_is_refused_by_its_key(
+    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair["rollout"]["stop"] = ["Answer"]
+    assert run(tmp_path, pair, "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert "rollout.stop" in error and "'Answer'" in error and "one token" in error
+
+
+def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> None:
+    """Each answer is the template's own, with the end that ends a turn."""
+    pair["rollout"]["student_fraction"] = 0.0
+    pair["loss"] = {"type": "sft"}
+    engine, _ = opened(pair)
+    recipe = parse_recipe(pair)
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
+    batch = collector.collect(1)
+    assert len(batch.samples) == 8
+    for sample in batch.samples:
+        trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
+        assert trained == f"{sample.problem.answer}<|im_end|>" and sample.reward == 1
+
+
+def test_answer_of_a_model_that_adds_its_end_plainly_is_graded(tmp_path: Path) -> None:
+    """An end that is no special token is no part of the answer."""
+    special, plain = [SPECIAL[0]], SPECIAL[1:]
+    tokenizer = make_tokenizer(special=special, plain=plain)
+    model = save_model(tmp_path / "model", tokenizer, TEXT_END)
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    engine, _ = opened(recipe_of(model, model, rows))
+    assert TURN_END in engine.problems.ends.ids
+    problem = engine.problems.problem_set.practice[0]
+    completion = engine.problems.solution(problem).completion_ids
+    assert completion[-1] == TURN_END
+    assert engine.problems.decode(completion) == problem.answer
+
+
+def test_student_without_an_end_is_refused_at_the_dry_run(
+    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data's answers need an end, which neither files nor template name."""
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", "."), eos=None, special=())
+    model = save_model(tmp_path / "endless", tokenizer, None)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    pair["rollout"]["student_fraction"] = 0.0
+    pair["loss"] = {"type": "sft"}
+    assert run(tmp_path, pair, "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert "eos_token_id" in error and "rollout.stop" in error
+
+
+def test_dry_run_refuses_a_template_that_drops_the_system_message(
+    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+    model = save_model(tmp_path / "dropping", make_tokenizer(template), TEXT_END)
+    pair["student"]["model"], pair["data"]["system"] = model, "Be brief."
+    assert run(tmp_path, pair, "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert "[data] system" in error and "template" in error
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "rows", "words"),
+    [
+        ({"template": CHATML.partition("{% if add")[0]}, ROWS, "add_generation_prompt"),
+        ({"metaspace": True}, [{"question": f"{i} <|im_end|>", "answer": "4"} for i in range(20)],
+         "special token"),
+    ],
+)  # fmt: skip
+def test_dry_run_warns_of_what_it_sees_in_the_rendering(
+    tmp_path: Path,
+    pair: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    tokenizer: dict[str, Any],
+    rows: list[dict[str, Any]],
+    words: str,
+) -> None:
+    """A template without a generation prompt, and texts that become tokens, are said."""
+    model = save_model(tmp_path / "model", make_tokenizer(**tokenizer), TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    write_rows(Path(pair["data"]["path"]), rows)
+    assert run(tmp_path, pair, "--dry-run") == 0
+    warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert any(words in line for line in warned)
+
+
+def test_whole_run_of_base_and_chat_trains_and_resumes(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """By the command, at another temperature, with the line about ends in front."""
+    pair["rollout"]["temperature"] = 0.6
+    pair["trainer"]["steps"] = 2
+    out = tmp_path / "out"
+    assert run(tmp_path, pair, "--output-dir", str(out)) == 0
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {"step"} <= rows[-1].keys() and len(load_tokenizer(pair["student"]["model"])) == 259
+
+
+def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """A template that writes another prompt before an answer ends the preflight, with both."""
+    template = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    pair["rollout"]["student_fraction"] = 0.5
+    engine, _ = opened(pair)
+    from prime_composer.local.preflight import preflight
+
+    with pytest.raises((PreflightError, ValueError), match="(?s)<think>.*template"):
+        preflight(engine, parse_recipe(pair), lambda text: None)
