@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
 MATHS = ["loss_metrics", "contract", "divergences", "lm_head", "full_vocabulary"]
-"""The lowest first. Each may import those before it, and the metric types import nothing of ours."""
+"""The lowest first. Each may import those before it, and the first one nothing of ours."""
 
 ROOMS = [
     *(

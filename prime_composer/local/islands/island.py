@@ -18,10 +18,10 @@ from prime_composer.backends.protocols import Sampler
 from prime_composer.local.engine import Engine
 from prime_composer.local.islands.board import Card, Seat
 from prime_composer.local.islands.outer import OuterStepFailed, OuterSteps, own_address
+from prime_composer.local.run_dir.identity import digest_of_problems
 from prime_composer.local.run_dir.recipe_file import Tables, differing_keys
 from prime_composer.local.student import Student
 from prime_composer.local.watch import Watch, WatchFailed
-from prime_composer.problems.config import Problem
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.samplers.server import ServerSampler
 
@@ -458,12 +458,6 @@ class Island:
 def sampler_sign(sampler: Sampler) -> str | None:
     """Return what a sampler's server says of its weights; None for one in this process."""
     return sampler.sign() if isinstance(sampler, ServerSampler) else None
-
-
-def digest_of_problems(problems: Sequence[Problem]) -> str:
-    """Return a digest of the questions and answers to train on, in their order."""
-    text = repr([(problem.question, problem.answer) for problem in problems])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
 
 
-def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Mean:
+def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
     """Return the mean over ``mask``, 0 for an empty mask, without a host synchronization.
 
     ``masked_mean`` synchronizes. It is for the metrics that are bit-equal to prime-rl's.
@@ -24,7 +24,7 @@ def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Me
 
 def top_share(
     values: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"], share: float = 0.01
-) -> Mean:
+) -> Float[Tensor, ""]:
     """Return the part of sum |values| over ``mask`` that its largest tokens carry.
 
     0.01 is evenly spread over 100 tokens or more. Near 1, a handful of tokens trains the model: the

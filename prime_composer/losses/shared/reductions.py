@@ -23,7 +23,7 @@ def masked_sum(
     return torch.where(mask, values, 0.0).sum()
 
 
-def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Mean:
+def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
     """Return the mean over ``mask``, 0 for an empty mask, in prime-rl's order of summation."""
     count = mask.sum()
     return Mean(values[mask].sum() / torch.clamp_min(count, 1), count)
