@@ -175,8 +175,8 @@ def test_watch_sees_another_teacher(opened: tuple[Engine, Watch]) -> None:
 
 @pytest.mark.parametrize(
     "rollout",
-    [{"temperature": 0.7}, {"top_p": 0.9}, {"student_fraction": 0}],
-    ids=["temperature", "nucleus", "solutions"],
+    [{"top_p": 0.9}, {"student_fraction": 0}],
+    ids=["nucleus", "solutions"],
 )
 def test_watch_sees_a_sampler_with_other_weights(rollout: dict[str, Any], tiny_recipe: Raw) -> None:
     """Where no step compares its own tokens the sampler is asked, at temperature 1 and top-p 1."""

@@ -18,7 +18,6 @@ from prime_composer.backends.protocols import Sampler
 from prime_composer.local.engine import Engine
 from prime_composer.local.islands.board import Card, Seat
 from prime_composer.local.islands.outer import OuterStepFailed, OuterSteps, own_address
-from prime_composer.local.run_dir.identity import digest_of_problems
 from prime_composer.local.run_dir.recipe_file import Tables, differing_keys
 from prime_composer.local.student import Student
 from prime_composer.local.watch import Watch, WatchFailed
@@ -178,7 +177,7 @@ class Island:
         facts = {
             "server": server,
             "weights": digest_of(student.trained),
-            "problems": digest_of_problems(engine.problems.problem_set.practice),
+            "problems": engine.data_digests,
             "tokenizers": engine.tokenizer_pairs,
             "sampler": sampler_sign(engine.sampler),
             "teachers": plain(watch.state_dict()["teachers"]),

@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import RecipeError
@@ -16,13 +15,11 @@ from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
 def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
     """Return digests of data and replay pairs, by the words that name them."""
-    pair_ids = (
-        [one.rollout.token_ids.tolist() for one in (pair.chosen, pair.rejected)] for pair in pairs
-    )
+    sides = (one for pair in pairs for one in (pair.chosen, pair.rejected))
     return {
-        "the problems to train on": digest_of_problems(problems.practice),
-        "the problems to evaluate": digest_of_problems(problems.held_out),
-        "the pairs of [replay] path": _digest(pair_ids),
+        "the problems to train on": _digest(problems.practice),
+        "the problems to evaluate": _digest(problems.held_out),
+        "the pairs of [replay] path": _digest(one.rollout.token_ids.tolist() for one in sides),
     }
 
 
@@ -40,12 +37,8 @@ def teacher_headers(
     return {teacher.table: header for teacher, header in headers.items()}
 
 
-def digest_of_problems(problems: Sequence[Problem]) -> str:
-    """Return a digest of problems with all that belongs to each, in their order."""
-    return _digest(problems)
-
-
 def _digest(items: Iterable[object]) -> str:
+    """Return a digest of items with all that belongs to each, in their order."""
     digest = hashlib.sha256()
     for item in items:
         digest.update(f"{item!r}\n".encode("utf-8", "surrogatepass"))
@@ -59,13 +52,7 @@ def check_identity(
 
     What a checkpoint does not say, as one of an older version, is not compared.
 
-    Args:
-        stored: "data" and "teachers" of the checkpoint.
-        data: ``data_digests`` now.
-        tapes: ``teacher_headers`` of the tapes that alone answer. The watch asks other teachers.
-
-    Raises:
-        RecipeError: something differs; the message names it.
+    ``tapes`` are those that alone answer, by table. The watch asks all other teachers.
     """
     before = stored.get("data", {})
     others = [name for name, digest in data.items() if before.get(name, digest) != digest]
