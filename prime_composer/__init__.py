@@ -2,8 +2,9 @@
 
 A map, in the order of the imports. No room imports one below it:
 
-- ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between trainer and
-  loss, the maths of divergences, log-probs from hidden states, divergences over the vocabulary.
+- ``loss_metrics``, ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: types of a
+  loss's metrics, the tensors between trainer and loss, the maths of divergences, log-probs from
+  hidden states, divergences over the vocabulary.
 - ``tables``: the base of every table that a user writes.
 - ``extras``: the pip line of an optional part, as every message has it.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.

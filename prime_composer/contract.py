@@ -10,7 +10,8 @@ token_ids[:t])``.
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 ``hidden_states``, ``credit``, ``contrast_logprobs``, ``token_ids``, ``segment_ids``,
-``sampled``, ``by_teacher``, ``balance``, ``replay`` and the metric types are additions.
+``sampled``, ``by_teacher``, ``balance``, ``replay``, ``untempered_logprobs`` and the metric types
+are additions.
 """
 
 import math
@@ -21,6 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from prime_composer.loss_metrics import Count as Count
+from prime_composer.loss_metrics import Mean as Mean
+from prime_composer.loss_metrics import PairMean as PairMean
 
 T = TypeVar("T")
 
@@ -412,7 +417,8 @@ class LossInputs:
 
     Attributes:
         trainer_logprobs: log p of each token under the policy in training, [seq], with the
-            gradient.
+            gradient. It has the sampling temperature, as in prime-rl, so that p/mu compares like
+            with like.
         inference_logprobs: log mu of each token under the student's policy that sampled it, [seq].
             NaN where something else wrote the token: the data, or the teacher.
         ref_logprobs: log q of each token under the teacher, [seq]. None without a teacher.
@@ -437,6 +443,8 @@ class LossInputs:
         balance: weight of each token by the loss's ``Balance``, [seq]. None without one.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
             and 2i + 1 the rejected response of pair i. None without pairs.
+        untempered_logprobs: log p at temperature 1, [seq], with the gradient. None where that is
+            ``trainer_logprobs``, and inside prime-rl, whose trainer has the other alone.
     """
 
     trainer_logprobs: Float[Tensor, " seq"]
@@ -455,6 +463,13 @@ class LossInputs:
     by_teacher: Bool[Tensor, " seq"] | None = None
     balance: Float[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
+    untempered_logprobs: Float[Tensor, " seq"] | None = None
+
+    @property
+    def own_logprobs(self) -> Float[Tensor, " seq"]:
+        """Log p to compare with ``ref_logprobs``, [seq]: at temperature 1 wherever it is known."""
+        untempered = self.untempered_logprobs
+        return self.trainer_logprobs if untempered is None else untempered
 
 
 @dataclass(eq=False)
@@ -465,31 +480,13 @@ class LossOutputs:
         loss: SUM over the tokens of the mask, 0-dim, in the graph. The trainer divides by the
             global token count.
         metrics: 0-dim detached tensors, the same keys on every call. A loss function returns bare
-            names, and a bound loss puts ``<loss>/`` in front. The type says how a trainer averages
-            the metric over micro-batches: a plain tensor is a mean over tokens, see ``PairMean``
-            and ``Count``.
+            names, and a bound loss puts ``<loss>/`` in front. The type says how a trainer joins
+            micro-batches: a plain tensor is a mean over all their tokens, see ``Mean``,
+            ``PairMean`` and ``Count``.
     """
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]
-
-
-class _Metric(Tensor):
-    """A detached tensor with a type of its own. Operations on it return plain tensors."""
-
-    # torch annotates the stub of this attribute as a method.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __new__(cls, value: Tensor) -> Any:
-        return Tensor._make_subclass(cls, value.detach())
-
-
-class PairMean(_Metric):
-    """Metric that is a mean over preference pairs."""
-
-
-class Count(_Metric):
-    """Metric that is a number of things: micro-batches add up."""
 
 
 def given(value: T | None) -> T:

@@ -36,11 +36,6 @@ def scores_in(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in TITLES if any(f"eval/{name}" in record for record in records)]
 
 
-def is_evaluated(record: Mapping[str, Any]) -> bool:
-    """Return whether a step ended with an evaluation, of a score or of the KL alone."""
-    return any(name.startswith("eval/") for name in record)
-
-
 def kl_title(*records: Mapping[str, Any]) -> str:
     """Return what ``eval/reverse_kl`` of these records is over: all ids, or some and a tail."""
     sizes = {f"{record['eval/kl_ids']:.0f}" for record in records if "eval/kl_ids" in record}

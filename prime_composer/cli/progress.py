@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from prime_composer.cli.formatting import is_evaluated, kl_title, score, scores_in
+from prime_composer.cli.formatting import kl_title, score, scores_in
+from prime_composer.local.tracker import is_evaluated
 from prime_composer.problems.metrics import TITLES
 
 LINE_EVERY = 10

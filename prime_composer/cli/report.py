@@ -16,7 +16,6 @@ from rich.text import Text
 from prime_composer.cli.formatting import (
     MISSING,
     decimal,
-    is_evaluated,
     kl_title,
     number,
     percent,
@@ -27,7 +26,7 @@ from prime_composer.local.answers import Answer, read_answers, read_signatures
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
-from prime_composer.local.tracker import newest_stage, read_metrics, stage_dirs
+from prime_composer.local.tracker import is_evaluated, newest_stage, read_metrics, stage_dirs
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
@@ -457,7 +456,9 @@ def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:
     """
     names = dict.fromkeys(name for record in records for name in record)
     parts = ("/kl_in_support", "/kl_mass", "/loss")
-    return ["loss", *(name for name in names if name.endswith(parts))]
+    others = ("rollout/", "eval/", "teacher/")  # which may end with an environment's name
+    own = (name for name in names if name.endswith(parts) and not name.startswith(others))
+    return ["loss", *own]
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -152,7 +152,7 @@ class Collector:
         if self.engine.may_overflow:
             self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
             self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
-        return Batch(scored.samples, pairs)
+        return Batch(scored.samples, pairs, self.rollout.temperature)
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:

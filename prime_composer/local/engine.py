@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import nn
@@ -11,6 +12,7 @@ from prime_composer.backends.hf_model import lm_head_weight
 from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.protocols import Sampler
 from prime_composer.contract import Scores, given
+from prime_composer.local.run_dir.identity import check_identity, data_digests, teacher_headers
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.routing import TeacherId
@@ -26,6 +28,9 @@ from prime_composer.tiny_models.rounding import LatentWeights
 
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
+
+IDENTITY = "identity"
+"""Key of ``Engine.state_dict``."""
 
 
 @dataclass(frozen=True)
@@ -291,14 +296,30 @@ class Engine:
             if isinstance(scorer, OwnTokenizerScorer)
         }
 
+    @cached_property
+    def data_digests(self) -> dict[str, str]:
+        """Digests of data and replay pairs."""
+        return data_digests(self.problems.problem_set, self.pairs)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the student: the weights of a moving teacher."""
-        return {} if self.policy_teacher is None else self.policy_teacher.state_dict()
+        """Return what a checkpoint needs besides the student: the weights of a moving teacher, and
+        what a resumed run has to find as it was."""
+        moving = {} if self.policy_teacher is None else self.policy_teacher.state_dict()
+        headers = teacher_headers(self.teachers, self.teacher_specs)
+        return moving | {IDENTITY: {"data": self.data_digests, "teachers": headers}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned.
+
+        Raises:
+            RecipeError: the data, the replay pairs or a tape are others now.
+        """
+        tapes = {} if self.teachers is None else self.teachers.tapes
+        alone = {one.table: tape.header for one, tape in tapes.items() if tape.live is None}
+        check_identity(state.get(IDENTITY, {}), self.data_digests, alone)
         if self.policy_teacher is not None:
-            self.policy_teacher.load_state_dict(state)
+            moving = {name: value for name, value in state.items() if name != IDENTITY}
+            self.policy_teacher.load_state_dict(moving)
 
     def __enter__(self) -> "Engine":
         return self

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.step.gradients import NonFiniteLoss
 
@@ -254,13 +255,14 @@ def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
     A student becomes like it all the same, and the usual reason is another: its answers are in a
     form that the metric does not read, or are cut.
     """
-    scores = {name: name.split("/")[1:-1] for name in measured if name.endswith("/accuracy")}
+    scores = {name: name.split("/") for name in measured if name.startswith("teacher/")}
     return [
-        f"{' '.join(['the teacher', *teacher])} has 0.0% accuracy on the held-out problems: "
+        f"{' '.join(['the teacher', *parts[1:-1]])} has 0.0% accuracy on the held-out problems: "
         "rollout.max_tokens may cut its answers, or [data] metric and prompt_template do not suit "
         "it"
-        for name, teacher in scores.items()
-        if name.startswith("teacher/") and measured[name] == 0
+        for name, parts in scores.items()
+        # The last part may be an environment's name, behind that of another score.
+        if parts[-1] == "accuracy" and {*parts[1:-1]}.isdisjoint(TITLES) and measured[name] == 0
     ]
 
 

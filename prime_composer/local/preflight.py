@@ -482,8 +482,8 @@ def sampling_warnings(config: RolloutConfig) -> list[str]:
     warnings = []
     if config.temperature != 1:
         warnings.append(
-            f"rollout.temperature is {config.temperature}: mu is the tempered distribution, while "
-            "the loss's student and teacher log-probs are those at temperature 1."
+            f"rollout.temperature is {config.temperature}: importance ratios and trust regions "
+            "compare both policies at it, and student and teacher are compared at temperature 1."
         )
     if config.top_p < 1:
         warnings.append(

@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_composer.backends.errors import naming
 from prime_composer.local.run_dir.disk import describe, replace_text
+from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.schema import LoggingConfig
 from prime_composer.recipe.stages import folder_of
 
@@ -254,14 +255,21 @@ def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]
 
 def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     """Return what a resumed run has measured before, by step, from its records."""
-    evaluations = {}
-    for record in logged:
-        measured = {
+    return {
+        record["step"]: {
             name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
         }
-        if measured:
-            evaluations[record["step"]] = measured
-    return evaluations
+        for record in logged
+        if is_evaluated(record)
+    }
+
+
+def is_evaluated(record: Mapping[str, Any]) -> bool:
+    """Return whether a step ended with an evaluation, of a score or of the KL alone.
+
+    Only whole names say so: a teacher's own metrics of a step begin with a name of the user's.
+    """
+    return any(f"eval/{name}" in record for name in (*TITLES, "truncated", "reverse_kl"))
 
 
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, Support, given
+from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, Support, given
 from prime_composer.full_vocabulary import WholeVocabulary
 from prime_composer.losses.config import LossConfig, Part, loss_type
 from prime_composer.losses.needs import require
@@ -86,11 +86,11 @@ class BoundLoss:
         inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
         step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
         inputs, modifier_metrics = _modified(inputs, self.config.modifiers)
-        outputs = (
-            self._fn(inputs, self.config)
-            if self.state is None
-            else self._fn(inputs, self.config, self.state)
-        )
+        if self.config.clamp is None:
+            outputs = self._outputs(inputs)
+        else:
+            outputs, of_clamp = self.config.clamp.bounded(self._outputs, inputs, self.section)
+            modifier_metrics |= of_clamp
         if self.stateful and outputs.loss.requires_grad:  # an evaluation is no step
             part = torch.stack([outputs.loss.detach().double(), step_mask.sum().double()])
             self._step_total = part if self._step_total is None else self._step_total + part
@@ -99,6 +99,11 @@ class BoundLoss:
             metrics=_prefixed(outputs.metrics, self._prefix)
             | _prefixed(modifier_metrics, self._modifier_prefix),
         )
+
+    def _outputs(self, inputs: LossInputs) -> LossOutputs:
+        if self.state is None:
+            return self._fn(inputs, self.config)
+        return self._fn(inputs, self.config, self.state)
 
     def end_step(self) -> None:
         """Advance the state by the loss per token of the step's calls with a gradient."""
@@ -168,8 +173,8 @@ class WeightedSum:
             loss = loss + term.part.weight * outputs.loss
             metrics |= _per_pair(outputs.metrics) if on_pairs else outputs.metrics
             if term.mean_metric is not None:
-                tokens = inputs.loss_mask.sum().clamp(min=1)
-                metrics[term.mean_metric] = outputs.loss.detach() / tokens
+                tokens = inputs.loss_mask.sum()
+                metrics[term.mean_metric] = Mean(outputs.loss / tokens.clamp(min=1), tokens)
         return LossOutputs(loss=loss, metrics=metrics)
 
     def end_step(self) -> None:
@@ -297,8 +302,10 @@ def _prefixed(metrics: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _per_pair(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Mark means over the tokens of pairs, which the trainer averages by pairs."""
+    """Mark means over pairs and over their tokens, which a step without pairs has none of."""
     return {
-        name: value if isinstance(value, (PairMean, Count)) else PairMean(value)
+        name: value
+        if isinstance(value, (PairMean, Count))
+        else PairMean(value, getattr(value, "count", None))
         for name, value in metrics.items()
     }

@@ -108,7 +108,7 @@ class LossConfig(Table):
     """Removes the tokens of a chat template from the loss."""
 
     clamp: SoftClamp | None = None
-    """Weights tokens that are far from the teacher less."""
+    """Bounds the loss's own value of a token."""
 
     position_weights: PositionWeights | None = None
     """Weights the tokens of a response by their position (IW-OPD)."""
@@ -153,7 +153,8 @@ class LossConfig(Table):
 
     @model_validator(mode="after")
     def _clamp_has_a_divergence(self) -> "LossConfig":
-        if self.clamp is not None and (self.is_sum() or not self.compares_with_teacher):
+        own = self.compares_with_teacher and not self.answer_pairs
+        if self.clamp is not None and (self.is_sum() or not own):
             remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
             raise ValueError(
                 f"clamp: type = {self.type!r} has no divergence per token from a teacher: {remedy}."
@@ -188,7 +189,7 @@ class LossConfig(Table):
 
         An RL mix has the balance alone: its terms keep their own others.
         """
-        own = (self.repetition, self.special_tokens, self.clamp, self.position_weights)
+        own = (self.repetition, self.special_tokens, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 

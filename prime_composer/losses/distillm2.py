@@ -203,7 +203,7 @@ def answer_gaps(inputs: LossInputs) -> Float[Tensor, " seq"]:
     """Return g_a of each token's answer: how much more probable its own writer finds its tokens."""
     mask = inputs.loss_mask
     probabilities = []
-    for logprobs in (given(inputs.ref_logprobs), inputs.trainer_logprobs):
+    for logprobs in (given(inputs.ref_logprobs), inputs.own_logprobs):
         values = torch.where(mask, upcast(logprobs), 0.0)
         lengths = segment_totals(mask.to(values.dtype), inputs.segment_ids).clamp(min=1)
         probabilities.append(torch.exp(segment_totals(values, inputs.segment_ids) / lengths))

@@ -44,7 +44,7 @@ class DPOLossConfig(LossConfig):
 def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
     """Return the sum over pairs of -w log sigmoid(beta margin)."""
     mask = inputs.loss_mask
-    policy = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
+    policy = torch.where(mask, upcast(inputs.own_logprobs), 0.0)
     reference = torch.where(mask, upcast(given(inputs.ref_logprobs)).detach(), 0.0)
     pairs = pairs_of(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy - reference)

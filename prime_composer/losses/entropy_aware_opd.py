@@ -95,7 +95,7 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
     else:
         ratios = importance_ratios(inputs)
         with torch.no_grad():
-            log_teacher_ratio = given(inputs.ref_logprobs) - inputs.trainer_logprobs
+            log_teacher_ratio = given(inputs.ref_logprobs) - inputs.own_logprobs
             signal = torch.where(mask, log_teacher_ratio, 0.0)
             dropped = signed_region(
                 signal, ratios.probs_diff, config.delta_low, config.delta_high, mask

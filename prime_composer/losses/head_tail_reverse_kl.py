@@ -21,6 +21,9 @@ the bound.
 Stale rollouts: the head is of the current student, without a ratio, and the sampled tail is
 weighted by the importance ratio rho.
 
+Temperature: p and q are at 1 in head and tail, so that rho leads from mu, at the sampling
+temperature, to p at 1. ``max_ratio`` bounds its part p/mu at the sampling temperature.
+
 References: EMA-PG (2026), https://arxiv.org/abs/2602.04417 (head and masked sampled tail, with a
 head that is not detached). SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
 """
@@ -84,14 +87,16 @@ def head_tail_reverse_kl_loss_fn(
     sampled = given(inputs.token_ids).unsqueeze(-1)
     outside = mask & ~(support.token_ids == sampled).any(-1)
     # Tokens of the support are masked here too: their ratio is not used, and must not overflow.
-    student = torch.where(outside, upcast(inputs.trainer_logprobs), 0.0)
+    student = torch.where(outside, upcast(inputs.own_logprobs), 0.0)
+    tempered = torch.where(outside, upcast(inputs.trainer_logprobs), 0.0).detach()
     teacher = torch.where(outside, upcast(given(inputs.ref_logprobs)), 0.0)
     sampler = torch.where(outside, upcast(inputs.inference_logprobs), 0.0)
     if config.max_ratio is not None:
-        # The bound moves mu up to p / max_ratio, and stops the gradient there.
-        at_bound = (student - sampler).detach() > math.log(config.max_ratio)
+        # The bound moves mu up to p / max_ratio, and stops the gradient there. It compares both at
+        # the sampling temperature: what the temperature alone does to rho is no staleness.
+        at_bound = tempered - sampler > math.log(config.max_ratio)
         student = torch.where(at_bound, student.detach(), student)
-        sampler = torch.where(at_bound, student - math.log(config.max_ratio), sampler)
+        sampler = torch.where(at_bound, tempered - math.log(config.max_ratio), sampler)
     tail = weighted_k1(student, teacher, sampler)
     head = reverse_kl(support.student_logprobs, support.teacher_logprobs, "stop_gradient")
     per_token = head + tail

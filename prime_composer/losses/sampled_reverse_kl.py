@@ -31,6 +31,9 @@ over future tokens is left out on purpose, as upstream does (discount 0).
 Stale rollouts: A is of the current student, and weighted by the importance ratio rho, within the
 trust region.
 
+Temperature: A compares p and q at 1. rho, the trust region and kl_tau compare p and mu at the
+sampling temperature. prime-rl's trainer has p at that temperature alone, in A too.
+
 References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477, and
 main of October 2026), https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
 "On-Policy Distillation" (Thinking Machines, 2025),
@@ -164,7 +167,7 @@ def sampled_reverse_kl_loss_fn(
     ratios = importance_ratios(inputs)
     log_ratio, probs_diff = ratios.log_ratio, ratios.probs_diff
     with torch.no_grad():
-        difference = given(inputs.ref_logprobs) - inputs.trainer_logprobs
+        difference = given(inputs.ref_logprobs) - inputs.own_logprobs
         log_teacher_ratio = torch.where(mask, difference, 0.0)
         signal_of = _signed if config.mode == "signed" else _prime_rl
         signal, region, mode_metrics = signal_of(log_teacher_ratio, probs_diff, inputs, config)

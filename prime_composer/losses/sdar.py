@@ -48,7 +48,7 @@ class SDARLossConfig(LossConfig):
 def sdar_loss_fn(inputs: LossInputs, config: SDARLossConfig) -> LossOutputs:
     """Return sum_mask w sg(sigmoid(beta (log q - log p))) (log q - log p)."""
     mask = inputs.loss_mask
-    student = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
+    student = torch.where(mask, upcast(inputs.own_logprobs), 0.0)
     teacher = torch.where(mask, upcast(given(inputs.ref_logprobs)).detach(), 0.0)
     gap = teacher - student
     gate = torch.sigmoid(config.beta * gap.detach())

@@ -16,7 +16,7 @@ asks for the whole vocabulary and selects the student's K of it. A trainer whose
 given ids provides those K alone.
 
 Stale rollouts: D is of the current student, and weighted by the importance ratio rho up to
-``max_ratio``.
+``max_ratio``. D is at temperature 1 (or that of the loss), rho at the sampling temperature.
 
 References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6d510,
 verl/trainer/ppo/core_algos.py. OPSD (2026), https://arxiv.org/abs/2601.18734. SDFT (2026),
@@ -97,10 +97,9 @@ def self_distillation_loss_fn(
         mask = mask & (position_in_segment(mask, inputs.segment_ids) >= config.skip_first)
     metrics: dict[str, Tensor] = {}
     if config.divergence == "sampled_reverse_kl":
-        student = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
-        teacher = torch.where(mask, upcast(given(inputs.ref_logprobs)), 0.0)
-        signal = (student - teacher).detach()
-        per_token = signal * student
+        difference = upcast(inputs.own_logprobs) - upcast(given(inputs.ref_logprobs))
+        signal = torch.where(mask, difference, 0.0).detach()
+        per_token = signal * torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
     else:
         divergence, knobs = _divergence(config)
         per_token = divergence_per_token(inputs, config, divergence, mask, **knobs)

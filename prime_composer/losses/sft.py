@@ -34,12 +34,12 @@ class SFTLossConfig(LossConfig):
 def sft_loss_fn(inputs: LossInputs, config: SFTLossConfig) -> LossOutputs:
     """Return -sum_mask w log p."""
     mask = inputs.loss_mask
-    nll = -inputs.trainer_logprobs
+    nll = -inputs.own_logprobs
     if inputs.loss_weights is not None:
         nll = nll * torch.where(mask, inputs.loss_weights, 1.0)
     # Upstream's order of summation: the tokens of the mask alone.
     loss = nll[mask].sum()
 
     with torch.no_grad():
-        metrics = {"nll": masked_mean(-inputs.trainer_logprobs, mask)}
+        metrics = {"nll": masked_mean(-inputs.own_logprobs, mask)}
     return LossOutputs(loss=loss, metrics=metrics)

@@ -41,7 +41,7 @@ class SimPOLossConfig(LossConfig):
 @register(SimPOLossConfig)
 def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
     """Return the sum over pairs of -w log sigmoid(beta difference - gamma)."""
-    policy = torch.where(inputs.loss_mask, upcast(inputs.trainer_logprobs), 0.0)
+    policy = torch.where(inputs.loss_mask, upcast(inputs.own_logprobs), 0.0)
     pairs = pairs_of(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy) / pairs.lengths.clamp(min=1)
     margin = config.beta * (chosen - rejected) - config.gamma

@@ -108,7 +108,7 @@ def topd_loss_fn(inputs: LossInputs, config: TopDLossConfig) -> LossOutputs:
     loss, region_metrics = signed_policy_gradient(inputs, config, credit, credit)
 
     with torch.no_grad():
-        gap = torch.where(mask, given(inputs.ref_logprobs) - inputs.trainer_logprobs, 0.0)
+        gap = torch.where(mask, given(inputs.ref_logprobs) - inputs.own_logprobs, 0.0)
         metrics = {
             **region_metrics,
             "ref_kl": token_mean(gap, mask),

@@ -92,7 +92,8 @@ class RolloutConfig(Table):
     """Rollouts per prompt. RL terms need at least 2."""
 
     temperature: float = Field(default=1.0, ge=0.01, le=100, json_schema_extra=CARRIED)
-    """Sampling temperature. The losses always compare the policies at T = 1."""
+    """Sampling temperature, which importance ratios have on both sides. Student and teacher are
+    compared at T = 1."""
 
     top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=CARRIED)
     """Nucleus sampling. log mu is that of the truncated distribution."""

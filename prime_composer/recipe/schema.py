@@ -316,7 +316,13 @@ class Recipe(Table):
             )
         require(self.loss, self.provided_inputs, "recipe")
         self._check_balance()
-        _ = self.loss.credit  # raises where two losses want different ones
+        plain = self.rollout.temperature == 1 and self.rollout.top_p == 1
+        if self.loss.credit is not None and not plain:  # raises where two want different ones
+            raise ValueError(
+                f"[loss] type = {self.loss.type!r} takes a token's credit from log q - log mu, and "
+                "only plain sampling has both of one temperature: set rollout.temperature = 1 and "
+                "rollout.top_p = 1, or choose sampled_reverse_kl"
+            )
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             others = "teacher's answers" if self.rollout.teacher_samples else "data's solutions"
             raise ValueError(

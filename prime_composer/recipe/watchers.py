@@ -276,10 +276,10 @@ class ChecksConfig(Table):
         ),
     )
     """Steps between two questions whose answers are known. Each teacher scores the probe of the
-    run's start again. With another temperature than 1, with top_p or with rollout.ahead, the
-    sampler is compared with its weights, which otherwise happens in every step. Both are also asked
-    before a checkpoint, after the last step, and when a signal ends the run. A server that may be
-    another one is asked before its scores train. 0: only such a server."""
+    run's start again. With top_p or with rollout.ahead, the sampler is compared with its weights,
+    which otherwise happens in every step. Both are also asked before a checkpoint, after the last
+    step, and when a signal ends the run. A server that may be another one is asked before its
+    scores train. 0: only such a server."""
 
     tolerance: float | None = Field(
         default=None,
@@ -300,7 +300,8 @@ class ChecksConfig(Table):
         ),
     )
     """Largest KL between sampler and trainer in nats per token, where a token's log-ratio counts as
-    2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16."""
+    2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16, each divided by
+    the square of rollout.temperature."""
 
     collapse: CollapseConfig = Field(default_factory=CollapseConfig)
     """When the student's answers are no healthy ones any more."""

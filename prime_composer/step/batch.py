@@ -98,10 +98,12 @@ class Batch:
     Attributes:
         samples: the rollouts that train.
         pairs: preference pairs of the replay channel.
+        temperature: with which the student sampled.
     """
 
     samples: Sequence[Sample]
     pairs: Sequence[Pair] = ()
+    temperature: float = 1.0
 
     @cached_property
     def tokens(self) -> int:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import token_batches
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, given
 from prime_composer.losses.bound import Objective, setup_loss_fn
+from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.balance import parts_of, shares
 from prime_composer.step.batch import Batch
@@ -109,7 +110,7 @@ def gradient_shares(
     norms = []
     for name in dict.fromkeys(names):
         own = [one for one, of in zip(batch.samples, names, strict=True) if of == name]
-        part = Batch(own)
+        part = dataclasses.replace(batch, samples=own, pairs=())
         accumulate_gradients(model, same, part, config, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # The step's own divisor would be a factor of all.
@@ -119,16 +120,12 @@ def gradient_shares(
 
 
 class MetricAverages:
-    """Averages of a loss's metrics over the micro-batches of a step, each by its type.
-
-    A plain tensor is averaged over tokens, a ``PairMean`` over preference pairs, a ``Count`` is
-    added.
-    """
+    """A loss's metrics of a step: sums and counts of its micro-batches, each by its type."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._pairs = 0
-        self._sums: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] = {}
         self._types: dict[str, type[Tensor]] = {}
 
     @property
@@ -142,21 +139,37 @@ class MetricAverages:
         self._pairs += pairs
         for name, value in metrics.items():
             self._types[name] = type(value)
-            weighted = self._weight(name, tokens, pairs) * value
-            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+            own = value.count if isinstance(value, Mean) else None
+            if own is None:
+                number = pairs if isinstance(value, PairMean) else tokens
+                own = torch.tensor(1 if isinstance(value, Count) else number)
+            count = own.to(value.device, torch.float64)
+            # What is no mean of anything may be any number, NaN included.
+            total = torch.stack([torch.where(count > 0, value.double() * count, 0.0), count])
+            self._totals[name] = self._totals[name] + total if name in self._totals else total
+
+    def over_ranks(self) -> "MetricAverages":
+        """Add up all ranks of a distributed run, which have the same metrics. Each has to call."""
+        own = [torch.tensor([self._tokens, self._pairs], dtype=torch.float64)]
+        own += [total.cpu() for total in self._totals.values()]
+        (tokens, pairs), *totals = summed_over_ranks(torch.stack(own))
+        self._tokens, self._pairs = int(tokens), int(pairs)
+        self._totals = dict(zip(self._totals, totals, strict=True))
+        return self
 
     def result(self) -> dict[str, float]:
-        """Return the step's value of each metric that was measured on a token or a pair."""
-        weights = {name: self._weight(name, self._tokens, self._pairs) for name in self._sums}
-        return {
-            name: float(self._sums[name]) / weight for name, weight in weights.items() if weight
-        }
+        """Return the step's value of each metric, 0 for a mean over none of its tokens.
 
-    def _weight(self, name: str, tokens: int, pairs: int) -> int:
-        metric_type = self._types[name]
-        if issubclass(metric_type, Count):
-            return 1
-        return pairs if issubclass(metric_type, PairMean) else tokens
+        Those of tokens are left out where there was none, and those of pairs without a pair.
+        """
+        averages = {}
+        for name, (total, count) in self._totals.items():
+            kind = self._types[name]
+            if issubclass(kind, Count):
+                averages[name] = float(total)
+            elif self._pairs if issubclass(kind, PairMean) else self._tokens:
+                averages[name] = float(total) / max(float(count), 1.0)
+        return averages
 
 
 def prepare_micro_batches(
@@ -175,7 +188,8 @@ def prepare_micro_batches(
     lengths = [sample.length for sample in batch.samples]
     for indices in token_batches(lengths, config.micro_batch_tokens):
         with autocast(model, config.dtype):
-            inputs = student_inputs(model, [batch.samples[i] for i in indices])
+            samples = [batch.samples[i] for i in indices]
+            inputs = student_inputs(model, samples, batch.temperature)
         if with_replay:
             inputs.replay = empty_pack(inputs)
         names = [f"rollout {i}" for i in indices]

@@ -42,13 +42,13 @@ class SamplerMismatch(ValueError):
 class SamplerCheck:
     """How far the sampler may be from the trainer, in a recipe where both compute one distribution.
 
-    At another temperature than 1, or with top_p below 1, mu is another distribution than the
-    trainer's, and the loss path has no log-probs of it. There
-    ``local.watch`` alone compares the two.
+    With top_p below 1 mu is another distribution than the trainer's. There ``local.watch`` alone
+    compares the two.
 
     Attributes:
         limit: largest KL(mu || trainer) of a step, in nats per token. Infinite with
-            ``rollout.ahead``, where the trainer has other weights than the sampler had.
+            ``rollout.ahead``, where the trainer has other weights than the sampler had. The same
+            difference of the logits makes a KL that goes with 1/T^2, and so does the limit.
         dtype: the trainer's, for the message.
         with_solutions: whether some tokens are the data's, which have no mu.
         served: whether the sampler is a server, for the message.
@@ -62,17 +62,20 @@ class SamplerCheck:
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> "SamplerCheck | None":
         """Return the check of a recipe; None where mu is not the trainer's distribution."""
-        if recipe.rollout.temperature != 1 or recipe.rollout.top_p < 1:
+        rollout = recipe.rollout
+        if rollout.top_p < 1:
             return None
-        check = cls.of_completions(recipe, with_solutions=recipe.rollout.student_fraction < 1)
-        return replace(check, limit=math.inf) if recipe.rollout.ahead else check
+        check = cls.of_completions(recipe, rollout.student_fraction < 1, rollout.temperature)
+        return replace(check, limit=math.inf) if rollout.ahead else check
 
     @classmethod
-    def of_completions(cls, recipe: Recipe, with_solutions: bool = False) -> "SamplerCheck":
-        """Return the check of tokens that are sampled at temperature 1 and top-p 1."""
+    def of_completions(
+        cls, recipe: Recipe, with_solutions: bool = False, temperature: float = 1.0
+    ) -> "SamplerCheck":
+        """Return the check of tokens that are sampled at top-p 1."""
         dtype, limit = recipe.trainer.dtype, recipe.checks.mismatch
         return cls(
-            MISMATCH_LIMITS[dtype] if limit is None else limit,
+            MISMATCH_LIMITS[dtype] / temperature**2 if limit is None else limit,
             dtype,
             with_solutions,
             served=recipe.rollout.url is not None,

@@ -35,17 +35,20 @@ def autocast(model: nn.Module, dtype: str) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
-def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
+def student_inputs(
+    model: nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+) -> LossInputs:
     """Run one forward over right-padded rollouts, and pack their trained tokens.
 
-    Every position of the result trains. The student's log-probs are those of the full vocabulary at
-    temperature 1, whatever temperature and top-p the sampler used.
+    Every position of the result trains. The student's log-probs are those of the full vocabulary,
+    whatever top-p the sampler used. ``trainer_logprobs`` have its temperature, all others 1.
 
     Args:
         model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
             states, and the weight of the output embeddings turns them into logits.
         samples: the rollouts. Either all of them have scores or none has, and the same holds for
             advantages and credits. A value that no sample has is None in the result.
+        temperature: with which the student sampled them.
 
     Raises:
         ValueError: a rollout trains on its first token, which no context predicts.
@@ -96,8 +99,15 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
             known=None if known.all() else known.to(device),
         )
 
+    at_one = sampled = logprobs[:, 0]
+    if temperature != 1:
+        ids_of_labels = labels.unsqueeze(-1).to(device)
+        sampled = selected_logprobs(student.hidden, student.weight, ids_of_labels, temperature)[
+            :, 0
+        ]
     return LossInputs(
-        trainer_logprobs=logprobs[:, 0],
+        trainer_logprobs=sampled,
+        untempered_logprobs=None if temperature == 1 else at_one,
         inference_logprobs=torch.cat(
             [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
         ).to(device),

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
-from prime_composer.contract import Count, Scores
+from prime_composer.contract import Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
-from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.problems.config import Problem
 from prime_composer.step.batch import Sample
 from prime_composer.step.gradients import (
@@ -192,7 +191,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         loss, tokens, metrics = self._forward_redirection(
             model, wrapped, self._summed_loss, wrapped, inputs
         )
-        self._averages.add(*_over_ranks(metrics, tokens), pairs=0)
+        self._averages.add(metrics, tokens, pairs=0)
         self._computed = True
         if model.training:
             divisor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
@@ -237,7 +236,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
 
     def _take_averages(self) -> dict[str, float]:
         averages, self._averages = self._averages, MetricAverages()
-        return averages.result()
+        return averages.over_ranks().result()
 
     def _check_step(self) -> None:
         """Check that the gradient of a step is that of the loss.
@@ -290,26 +289,6 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _over_ranks(metrics: Mapping[str, Tensor], tokens: int) -> tuple[dict[str, Tensor], int]:
-    """Return metrics and number of tokens of a micro-batch over all ranks, by the metrics' types.
-
-    A plain tensor is averaged over tokens, and a ``Count`` is added.
-    """
-    weights = [1 if isinstance(value, Count) else tokens for value in metrics.values()]
-    parts = [
-        weight * value.detach().double()
-        for weight, value in zip(weights, metrics.values(), strict=True)
-    ]
-    count, *totals = summed_over_ranks(
-        torch.stack([torch.tensor(float(tokens), dtype=torch.double), *(p.cpu() for p in parts)])
-    )
-    reduced: dict[str, Tensor] = {}
-    for (name, value), total in zip(metrics.items(), totals, strict=True):
-        is_count = isinstance(value, Count)
-        reduced[name] = Count(total) if is_count else total / count.clamp(min=1)
-    return reduced, int(count)
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

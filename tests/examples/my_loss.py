@@ -32,7 +32,7 @@ class HuberConfig(LossConfig):
 def huber(inputs: LossInputs, config: HuberConfig) -> LossOutputs:
     mask = inputs.loss_mask
     # Mask the inputs first: NaN at a masked position would reach the gradient otherwise.
-    student = torch.where(mask, inputs.trainer_logprobs, 0.0)
+    student = torch.where(mask, inputs.own_logprobs, 0.0)  # at temperature 1, as the teacher's
     teacher = torch.where(mask, inputs.ref_logprobs.detach(), 0.0)
     gap = student - teacher
     size = gap.abs()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from prime_composer.backends.hf_model import (
     load_model,
     sequence_logprobs,
 )
-from prime_composer.backends.lora.adapter import Adapter, digest_of
+from prime_composer.backends.lora.adapter import Adapter, digest_of, import_peft
 from prime_composer.backends.lora.views import base_of, weights_of
 from prime_composer.local.collect import Clock
 from prime_composer.local.engine import Engine
@@ -413,11 +414,84 @@ def test_adapter_is_no_model(raw: dict[str, Any], moved: Engine, tmp_path: Path)
     raw["student"] = {"model": "nowhere", "lora": {**LORA, "start": str(tmp_path / "empty")}}
     with pytest.raises(RecipeError, match="empty is no LoRA adapter: it needs adapter_config.json"):
         check_models(parse_recipe(raw))
+
+
+KEYS: dict[str, Any] = {
+    "use_rslora": True,
+    "use_dora": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "init_lora_weights": "pissa_niter_4",
+    "modules_to_save": ["lm_head"],
+    "layers_to_transform": 0,
+    "layers_pattern": "layers",
+    "bias": "lora_only",
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "layer_replication": [[0, 1]],
+    "trainable_token_indices": [1],
+    "alora_invocation_tokens": [3],
+    "task_type": "SEQ_CLS",
+    "peft_type": "IA3",
+    "a_key_of_a_later_version": 1,
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_start_with_a_config_that_says_more_is_refused(
+    key: str, raw: dict[str, Any], moved: Engine, tmp_path: Path
+) -> None:
+    """Whatever it is: what is no plain adapter is named by its key."""
+    assert moved.adapter is not None
+    moved.adapter.save_pretrained(tmp_path)
     described = json.loads((tmp_path / "adapter_config.json").read_text())
-    described["use_rslora"] = True
-    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described | {key: KEYS[key]}))
     raw["student"]["lora"]["start"] = str(tmp_path)
-    with pytest.raises(RecipeError, match="use_rslora = True .* leave `start` out"):
+    with pytest.raises(RecipeError, match=f"{key} = .* leave `start` out"):
+        check_models(parse_recipe(raw))
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", False, "pissa", "olora"])
+def test_start_is_pefts_own_adapter_or_is_refused(
+    init: Any, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """The student computes what peft's model does, and PiSSA and OLoRA change the base too."""
+    peft = import_peft()
+    base = load_model(tiny_models(TINY_RECIPE)["student"])
+    tokens = torch.tensor([list(range(5, 25))])
+    before = base(tokens).logits.detach()
+    settings = peft.LoraConfig(
+        r=4, lora_alpha=7, target_modules=["q_proj", "down_proj"], init_lora_weights=init,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = peft.get_peft_model(base, settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1)
+    expected = model(tokens).logits.detach()
+    assert (expected - before).abs().max() > 0.01
+    model.save_pretrained(tmp_path)
+    raw["student"]["lora"] |= {"rank": 4, "start": str(tmp_path)}
+    if init in ("pissa", "olora"):
+        with pytest.raises(RecipeError, match="init_lora_weights = .* leave `start` out"):
+            check_models(parse_recipe(raw))
+        return
+    check_models(parse_recipe(raw))
+    with opened(raw) as engine:
+        torch.testing.assert_close(engine.model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_adapter_beside_a_whole_model_is_refused(
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
+) -> None:
+    """transformers would add it to the model, and vLLM would not."""
+    assert moved.adapter is not None
+    shutil.copytree(tiny_models(TINY_RECIPE)["student"], tmp_path / "model")
+    moved.adapter.save_pretrained(tmp_path / "model")
+    raw["student"] = {"model": str(tmp_path / "model")}
+    with pytest.raises(RecipeError, match=r"adapter_config\.json.*move the adapter's files"):
         check_models(parse_recipe(raw))
 
 

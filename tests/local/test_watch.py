@@ -175,8 +175,8 @@ def test_watch_sees_another_teacher(opened: tuple[Engine, Watch]) -> None:
 
 @pytest.mark.parametrize(
     "rollout",
-    [{"temperature": 0.7}, {"top_p": 0.9}, {"student_fraction": 0}],
-    ids=["temperature", "nucleus", "solutions"],
+    [{"top_p": 0.9}, {"student_fraction": 0}],
+    ids=["nucleus", "solutions"],
 )
 def test_watch_sees_a_sampler_with_other_weights(rollout: dict[str, Any], tiny_recipe: Raw) -> None:
     """Where no step compares its own tokens the sampler is asked, at temperature 1 and top-p 1."""
@@ -239,7 +239,7 @@ def test_train_numbers_do_not_depend_on_the_watch(
 ) -> None:
     """Teacher and sampler asked before every step or never, an undisturbed run is bit-equal."""
     for every in (1, 0):
-        raw = tiny_recipe(checks__every=every, rollout__temperature=0.7, rollout__backend=backend)
+        raw = tiny_recipe(checks__every=every, rollout__top_p=0.9, rollout__backend=backend)
         run(raw, tmp_path / str(every))
     assert numbers(tmp_path / "1") == numbers(tmp_path / "0")
     ours, others = weights(tmp_path / "1"), weights(tmp_path / "0")
@@ -393,10 +393,10 @@ def test_train_restarted_teacher_is_asked_before_the_step_trains(
 def test_train_sampler_server_that_ignores_weights_is_seen(
     tiny_recipe: Raw, tmp_path: Path
 ) -> None:
-    """At another temperature than 1 it is the watch that sees a server with old weights."""
+    """With a nucleus it is the watch that sees a server with old weights."""
     with SpoilingServer(tiny_models(TINY_RECIPE)["student"]) as server:
         raw = short(
-            tiny_recipe, checks__every=2, rollout__temperature=0.7, teacher__backend="transformers"
+            tiny_recipe, checks__every=2, rollout__top_p=0.9, teacher__backend="transformers"
         )
         raw = served(raw, server, "rollout")
         server.spoil("reload_ignored", after=3)  # the preflight's two, and that of step 1

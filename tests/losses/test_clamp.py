@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.losses.shared.clamp import SoftClamp
 
 LIMIT = 0.7
 TOKENS, K, VOCAB = 12, 3, 8
@@ -92,12 +91,15 @@ def test_without_a_support_the_sampled_token_is_measured():
 
 
 def test_weights_that_are_given_are_multiplied():
+    """The bound is of the value without them, on each token."""
     student, teacher = logits()
     own = torch.linspace(0.5, 2, TOKENS, dtype=torch.float64)
-    alone, _ = SoftClamp(limit=LIMIT).apply(inputs_of(student, teacher))
-    both, _ = SoftClamp(limit=LIMIT).apply(inputs_of(student, teacher, loss_weights=own))
-    assert torch.equal(both.loss_weights, alone.loss_weights * own)
-    assert not alone.loss_weights.requires_grad
+    config = LOSS_TYPES["topk_reverse_kl"](k=K, normalization="tail", clamp={"limit": LIMIT})
+    inputs = inputs_of(student, teacher, loss_weights=own)
+    values = [kl_with_tail(student, teacher, t).item() for t in range(TOKENS)]
+    counted = (t for t in range(TOKENS) if inputs.loss_mask[t])
+    expected = sum(own[t].item() * min(values[t], LIMIT) for t in counted)
+    assert setup_loss_fn(config)(inputs).loss.item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_teacher_number_that_is_missing_stays_an_error():
@@ -116,6 +118,7 @@ def test_teacher_number_that_is_missing_stays_an_error():
     [
         ("ipo", {}, "leave it out"),
         ("sft", {}, "leave it out"),
+        ("distillm2", {"beta_steps": 5}, "leave it out"),
         ("compose", {"distillation": {"a": {"loss": {"type": "topk_reverse_kl"}}}},
          "in the tables of its terms"),
     ],

@@ -33,8 +33,20 @@ PREFIX = "base_model.model."
 DIGEST = "base_sha256"
 """Key of the file's metadata: the digest of the base's weights."""
 
-PLAIN = {"use_rslora": False, "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}}
-"""What an adapter of another origin may say, and what is right here."""
+OF_NO_MATTER = frozenset(
+    "r lora_alpha target_modules exclude_modules lora_dropout inference_mode auto_mapping revision "
+    "base_model_name_or_path peft_version megatron_core qalora_group_size runtime_config".split()
+)
+"""Keys of an adapter's config that may have any value: compared elsewhere, or without effect."""
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+"""Values that other keys may have. These beginnings leave the base as it is: PiSSA, OLoRA and
+others subtract the first A and B from it."""
 
 
 def import_peft() -> Any:
@@ -210,10 +222,12 @@ def check_directory(folder: Path, config: LoraConfig) -> None:
             f"[student.lora] {folder} has rank {found['r']} and alpha {found['lora_alpha']}, and "
             f"the recipe has {config.rank} and {config.alpha}: set `rank` and `alpha` to its own"
         )
-    for key, value in PLAIN.items():
-        if (described.get(key) or value) != value:
+    for key, value in described.items():
+        # An empty value turns off what a key, of whatever version of peft, stands for.
+        is_off = value is False or value in (None, "", [], {})
+        if not is_off and key not in OF_NO_MATTER and value not in PLAIN.get(key, ()):
             raise ModelUnavailable(
-                f"[student.lora] {folder} has {key} = {described[key]} in its {CONFIG}, and the "
+                f"[student.lora] {folder} has {key} = {value} in its {CONFIG}, and the "
                 "student's adapter is a plain one: leave `start` out"
             )
 

@@ -30,6 +30,7 @@ def batch_state(collected: Collected) -> dict[str, Any]:
             for pair in batch.pairs
         ],
         "heads": [_plain(head) for head in heads],
+        "temperature": batch.temperature,
         "metrics": dict(collected.metrics),
     }
 
@@ -50,7 +51,7 @@ def batch_of_state(
             Pair(*(_sample_of(one, problems, heads) for one in pair)) for pair in state["pairs"]
         ]
     samples = [_sample_of(one, problems, heads) for one in state["samples"]]
-    return Collected(Batch(samples, pairs), state["metrics"])
+    return Collected(Batch(samples, pairs, state.get("temperature", 1.0)), state["metrics"])
 
 
 def _plain(record: Any, *without: str) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from prime_composer.local.islands.outer import OuterStepFailed, OuterSteps, own_
 from prime_composer.local.run_dir.recipe_file import Tables, differing_keys
 from prime_composer.local.student import Student
 from prime_composer.local.watch import Watch, WatchFailed
-from prime_composer.problems.config import Problem
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.samplers.server import ServerSampler
 
@@ -178,7 +177,7 @@ class Island:
         facts = {
             "server": server,
             "weights": digest_of(student.trained),
-            "problems": digest_of_problems(engine.problems.problem_set.practice),
+            "problems": engine.data_digests,
             "tokenizers": engine.tokenizer_pairs,
             "sampler": sampler_sign(engine.sampler),
             "teachers": plain(watch.state_dict()["teachers"]),
@@ -458,12 +457,6 @@ class Island:
 def sampler_sign(sampler: Sampler) -> str | None:
     """Return what a sampler's server says of its weights; None for one in this process."""
     return sampler.sign() if isinstance(sampler, ServerSampler) else None
-
-
-def digest_of_problems(problems: Sequence[Problem]) -> str:
-    """Return a digest of the questions and answers to train on, in their order."""
-    text = repr([(problem.question, problem.answer) for problem in problems])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain(value: Any) -> Any:

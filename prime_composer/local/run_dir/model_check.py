@@ -112,6 +112,11 @@ def what_is_missing(folder: Path) -> str | None:
                 "student.lora.start; or let a run write merged checkpoints (checkpoint.merge)"
             )
         return "has a config.json that is no JSON object" if there else "has no config.json"
+    if (folder / CONFIG).exists():
+        return (
+            f"has an adapter beside a whole model ({CONFIG}), which transformers would add to it "
+            "and vLLM would not: move the adapter's files to another folder"
+        )
     files = [folder / name for name in WEIGHTS if (folder / name).exists()]
     if not files:
         indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from prime_composer.contract import Support
+from prime_composer.contract import Mean, Support
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
 
@@ -18,7 +18,8 @@ def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Fl
     ``masked_mean`` synchronizes. It is for the metrics that are bit-equal to prime-rl's.
     """
     values = values if values.is_floating_point() else values.float()
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+    count = mask.sum()
+    return Mean(masked_sum(values, mask) / count.clamp(min=1), count)
 
 
 def top_share(
@@ -33,13 +34,13 @@ def top_share(
     synchronization.
     """
     if values.numel() == 0:
-        return values.new_zeros(())
+        return Mean(values.new_zeros(()), mask.sum())
     size = torch.where(mask, upcast(values.detach()).abs(), 0.0)
     held = size.sort(descending=True).values.cumsum(0)
-    last = (mask.sum() * share).ceil().long().clamp(min=1) - 1
-    return held.gather(0, last.unsqueeze(0)).squeeze(0) / held[-1].clamp(
-        min=torch.finfo(held.dtype).tiny
-    )
+    count = mask.sum()
+    last = (count * share).ceil().long().clamp(min=1) - 1
+    total = held[-1].clamp(min=torch.finfo(held.dtype).tiny)
+    return Mean(held.gather(0, last.unsqueeze(0)).squeeze(0) / total, count)
 
 
 def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
 from prime_composer.losses.shared.metrics import token_mean
-from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.losses.shared.repetition import repeated_end
 from prime_composer.tables import Table
 
@@ -107,10 +106,10 @@ class SpecialTokenMask(Modifier):
         with torch.no_grad():
             metrics = {"special_tokens/removed": token_mean(removed, mask)}
             if inputs.ref_logprobs is not None:
-                signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
-                counted = mask.sum().clamp(min=1)
-                metrics["special_tokens/signal"] = masked_sum(signal, mask) / counted
-                metrics["special_tokens/removed_signal"] = masked_sum(signal, removed) / counted
+                signal = (inputs.ref_logprobs - inputs.own_logprobs).abs()
+                of_removed = torch.where(removed, signal, 0.0)
+                metrics["special_tokens/signal"] = token_mean(signal, mask)
+                metrics["special_tokens/removed_signal"] = token_mean(of_removed, mask)
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 
 
@@ -174,7 +173,9 @@ class PositionWeights(Modifier):
         """Return the inputs with ``loss_weights`` times w, and the metric of the mean weight."""
         mask = inputs.loss_mask
         with torch.no_grad():
-            difference = given(inputs.ref_logprobs) - inputs.inference_logprobs
+            # log mu as it would be at temperature 1, which log q has.
+            untempered = inputs.own_logprobs - inputs.trainer_logprobs
+            difference = given(inputs.ref_logprobs) - (inputs.inference_logprobs + untempered)
             gap = torch.where(mask, difference, 0.0).abs()
             # float64: a pack's cumulative sum loses the digits of its last responses otherwise.
             before = gap.double().cumsum(0) - gap.double()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.contract import Count, LossInputs, LossOutputs, given
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.modifiers import segment_starts
 from prime_composer.losses.shared.reductions import masked_sum
@@ -65,9 +65,9 @@ def logistic_loss(
     loss = masked_sum(per_pair, pairs.complete, pairs.weights)
     with torch.no_grad():
         metrics: dict[str, Tensor] = {
-            "loss": PairMean(token_mean(per_pair, pairs.complete)),
-            "margin": PairMean(token_mean(margin, pairs.complete)),
-            "accuracy": PairMean(token_mean(prefers_chosen, pairs.complete)),
+            "loss": token_mean(per_pair, pairs.complete),
+            "margin": token_mean(margin, pairs.complete),
+            "accuracy": token_mean(prefers_chosen, pairs.complete),
             "pairs": Count(pairs.complete.sum().to(margin.dtype)),
         }
     return LossOutputs(loss=loss, metrics=metrics)

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from prime_composer.contract import Mean
+
 
 def masked_sum(
     values: Float[Tensor, " seq"],
@@ -23,7 +25,8 @@ def masked_sum(
 
 def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
     """Return the mean over ``mask``, 0 for an empty mask, in prime-rl's order of summation."""
-    return values[mask].sum() / torch.clamp_min(mask.sum(), 1)
+    count = mask.sum()
+    return Mean(values[mask].sum() / torch.clamp_min(count, 1), count)
 
 
 def summed_over_ranks(values: Tensor) -> Tensor:

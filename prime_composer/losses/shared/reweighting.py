@@ -93,7 +93,7 @@ def reweighted_rl(
     with torch.no_grad():
         advantages = torch.where(mask, given(inputs.advantages), 0.0)
         gap = torch.where(
-            mask, upcast(given(inputs.ref_logprobs)) - upcast(inputs.trainer_logprobs), 0.0
+            mask, upcast(given(inputs.ref_logprobs)) - upcast(inputs.own_logprobs), 0.0
         )
         evidence = torch.exp(log_weights(advantages, gap.clamp(-LARGEST_GAP, LARGEST_GAP)))
         weights = evidence.clamp(1 - config.clip, 1 + config.clip)

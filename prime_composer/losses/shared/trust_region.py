@@ -1,6 +1,7 @@
 """Importance ratio and trust region of a policy-gradient term, in prime-rl's arithmetic.
 
-Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu.
+Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu. Both are at the
+temperature at which the tokens were sampled.
 
 The order of the operations is upstream's (prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0 to 559b4477), so that finite inputs give

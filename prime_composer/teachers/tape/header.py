@@ -65,6 +65,11 @@ def named(config: TeacherConfig) -> dict[str, Any]:
     return {"model": config.prepare.model_dump(mode="json", exclude_none=True)}
 
 
+def is_same_teacher(one: Header, other: Header) -> bool:
+    """Return whether two headers are of one teacher: its weights or its name, and its dtype."""
+    return all(one.get(key) == other.get(key) for key in (*_model_keys(one, other), "dtype"))
+
+
 def check_same(header: Header, now: Header, folder: object, table: str) -> None:
     """Check that an open teacher is that of a tape.
 
@@ -105,7 +110,7 @@ def check_readable(
 
 def _model_keys(header: Header, now: Header) -> tuple[str, ...]:
     """Return what tells models apart: their content, or their names where a content is unknown."""
-    known = header.get("fingerprint") is not None and now["fingerprint"] is not None
+    known = header.get("fingerprint") is not None and now.get("fingerprint") is not None
     return ("fingerprint",) if known else ("model",)
 
 

@@ -94,7 +94,7 @@ class TapedScorer:
         limit: float = 0.0,
         is_fixed: bool = True,
     ):
-        self.live, self._store, self._header, self._table = scorer, store, header, table
+        self.live, self._store, self.header, self._table = scorer, store, header, table
         self._context, self._limit, self._is_fixed = context, limit, is_fixed
         self._head: TeacherHead | None = None
         self._counts = Counter[str]()
@@ -107,12 +107,12 @@ class TapedScorer:
     @property
     def limits(self) -> Limits:
         """The teacher's sizes."""
-        return limits_of(self._header, self._context) if self.live is None else self.live.limits
+        return limits_of(self.header, self._context) if self.live is None else self.live.limits
 
     @property
     def gives_any_ids(self) -> bool:
         """Whether the teacher gives any K, chosen ids and hidden states."""
-        own = self._header["any_ids"]
+        own = self.header["any_ids"]
         return bool(own if self.live is None else self.live.gives_any_ids)
 
     @property
@@ -131,7 +131,7 @@ class TapedScorer:
     def knows(self, kind: Kind) -> bool:
         """Return whether the teacher's server has a kind of scores."""
         if self.live is None:
-            return kind is STUDENT_CANDIDATES and bool(self._header["sums"])
+            return kind is STUDENT_CANDIDATES and bool(self.header["sums"])
         return knows(self.live, kind)
 
     def score(

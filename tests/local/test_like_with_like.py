@@ -1,0 +1,243 @@
+"""Temperatures, denominators and bounds of a loss, as a run on this machine has them."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_composer.contract import LossInputs
+from prime_composer.local.tracker import read_metrics
+from prime_composer.losses import parse_loss, setup_loss_fn
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.step.mismatch import SamplerCheck
+from prime_composer.step.student_forward import student_inputs
+from tests.local.helpers import random_samples, run
+
+Raw = Callable[..., dict[str, Any]]
+RL = {"rollout__group_size": 2}
+WITH_RATIOS = {
+    "sampled": ({"type": "sampled_reverse_kl", "delta_low": 1e-3, "delta_high": 1e-3}, {}),
+    "signed": (
+        {"type": "sampled_reverse_kl", "mode": "signed", "delta_low": 1e-3, "delta_high": 1e-3},
+        {},
+    ),
+    "default": ({"type": "default", "dppo_mask_low": 1e-3, "dppo_mask_high": 1e-3}, RL),
+    "ipo": ({"type": "ipo", "ipo_threshold": 1e-3}, RL),
+    "icepop": ({"type": "icepop", "ratio_low": 0.999, "ratio_high": 1.001}, RL),
+    "cispo": ({"type": "cispo", "ratio_low": 0.999, "ratio_high": 1.001}, RL),
+    "ppo": ({"type": "ppo", "ratio_low": 0.999, "ratio_high": 1.001}, RL),
+    "rlsd": ({"type": "rlsd", "delta_low": 1e-3, "delta_high": 1e-3}, RL),
+    "self": ({"type": "self_distillation", "k": 8, "max_ratio": 1.001}, {}),
+    "mix": (
+        {"type": "sampled_reverse_kl", "delta_low": 1e-3, "rl_mix": {"kd": 0.5}},
+        RL,
+    ),
+    "compose": (
+        {
+            "type": "compose",
+            "rl": {"loss": {"type": "default", "dppo_mask_low": 1e-3, "dppo_mask_high": 1e-3}},
+            "distillation": {"a": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
+        },
+        RL,
+    ),
+}
+OF_RATIOS = ("is_masked", "is_masked_low", "is_clipped", "ratio_at_bound", "mismatch_kl")
+
+
+@pytest.mark.parametrize("name", WITH_RATIOS)
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_first_step_at_a_temperature_drops_no_token(
+    name: str, temperature: float, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """The first step is on-policy: p/mu is 1 at each token, in every loss that has the ratio."""
+    loss, changes = WITH_RATIOS[name]
+    raw = tiny_recipe(loss=loss, rollout__temperature=temperature, trainer__steps=1, **changes)
+    raw["eval"] = {"every": 0, "size": 2, "kl_size": 0}
+    run(raw, tmp_path / "run")
+    record = read_metrics(tmp_path / "run")[1]
+    own = {key: value for key, value in record.items() if key.endswith(OF_RATIOS)}
+    assert len(own) > 1 and "sampler/mismatch_kl" in own
+    assert own == pytest.approx(dict.fromkeys(own, 0.0), abs=1e-8)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_student_logprobs_have_both_temperatures(
+    student: tuple[nn.Module, Any], temperature: float
+) -> None:
+    """By float64 from the logits: log p/mu at the sampling temperature, log q/p at 1."""
+    samples = random_samples([(3, 5), (7, 2)], k=4)
+    inputs = student_inputs(student[0], samples, temperature)
+    expected: dict[float, list[torch.Tensor]] = {1.0: [], temperature: []}
+    for one in samples:
+        ids, start = one.rollout.token_ids, one.rollout.start
+        logits = student[0](ids[None]).logits[0, start - 1 : -1].double()
+        for at, rows in expected.items():
+            rows.append((logits / at).log_softmax(-1).gather(1, ids[start:, None])[:, 0])
+    tempered, plain = (torch.cat(expected[at]).float() for at in (temperature, 1.0))
+    torch.testing.assert_close(inputs.trainer_logprobs, tempered, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inputs.own_logprobs, plain, rtol=1e-4, atol=1e-5)
+    assert student_inputs(student[0], samples).untempered_logprobs is None
+
+
+def tempered_inputs(**given: Any) -> LossInputs:
+    """Return two tokens whose log p is (-1, -2) at temperature 1 and (-0.5, -3) where sampled."""
+    sampled = torch.tensor([-0.5, -3.0], dtype=torch.float64, requires_grad=True)
+    values = {
+        "trainer_logprobs": sampled,
+        "inference_logprobs": sampled.detach().clone(),
+        "ref_logprobs": torch.tensor([-1.5, -1.25], dtype=torch.float64),
+        "advantages": None,
+        "loss_mask": torch.tensor([True, True]),
+        "untempered_logprobs": torch.tensor([-1.0, -2.0], dtype=torch.float64),
+    }
+    return LossInputs(**(values | given))
+
+
+def test_sampled_signal_compares_teacher_and_student_at_one() -> None:
+    """A = log q - log p = (-0.5, 0.75) at temperature 1; the gradient is -A d log p where sampled.
+
+    prime-rl has one p alone, and there A = (-1, 1.75).
+    """
+    loss = setup_loss_fn(parse_loss({"type": "sampled_reverse_kl"}))
+    for untempered, expected in ((True, [0.5, -0.75]), (False, [1.0, -1.75])):
+        inputs = tempered_inputs(**({} if untempered else {"untempered_logprobs": None}))
+        (gradient,) = torch.autograd.grad(loss(inputs).loss, inputs.trainer_logprobs)
+        assert gradient.tolist() == pytest.approx(expected)
+
+
+def test_position_weights_compare_at_one() -> None:
+    """|log q - log mu| is (0.5, 0.75) at temperature 1: w = (1 + g, 1 + g 0.75/1.25)."""
+    table = {"type": "sampled_reverse_kl", "position_weights": {"gamma": 1.0}}
+    mean = setup_loss_fn(parse_loss(table))(tempered_inputs()).metrics["position_weights/mean"]
+    assert float(mean) == pytest.approx((2 + 1.6) / 2)
+
+
+def test_credit_of_a_tempered_sampler_is_refused(tiny_recipe: Raw) -> None:
+    """TOP-D's credit is log q - log mu, and mu at temperature 1 is not known where it is made."""
+    for rollout in ({"temperature": 0.5}, {"top_p": 0.9}):
+        raw = tiny_recipe(loss={"type": "topd"})
+        raw["rollout"] |= rollout
+        with pytest.raises(RecipeError, match=r"'topd'.*set rollout\.temperature = 1"):
+            parse_recipe(raw)
+
+
+def test_mismatch_limit_goes_with_the_temperature(tiny_recipe: Raw) -> None:
+    """A difference of the logits makes a KL of 1/T^2 of that at 1; a limit of the user's stays."""
+    for changes, limit in (({}, 4e-6), ({"checks__mismatch": 0.3}, 0.3)):
+        check = SamplerCheck.of_recipe(
+            parse_recipe(tiny_recipe(rollout__temperature=0.5, **changes))
+        )
+        assert check is not None and check.limit == pytest.approx(limit)
+
+
+def removed(last: int) -> dict[str, Any]:
+    """Return a modifier that removes all tokens of some ids."""
+    return {"ids": list(range(3, last)), "occurrence": "all"}
+
+
+SIGNED = {"type": "sampled_reverse_kl", "mode": "signed", "delta_low": 1e-4, "delta_high": 1e-4}
+TABLES = {
+    "special": {"type": "sampled_reverse_kl", "special_tokens": removed(150)},
+    "skip": {"type": "self_distillation", "k": 8, "skip_first": 5},
+    "dropped": SIGNED,
+    "repetition": {"type": "topk_reverse_kl", "k": 8, "repetition": {"copies": 2, "tokens": 2}},
+    "clamp": {
+        "type": "topk_forward_kl",
+        "k": 8,
+        "clamp": {"limit": 0.1},
+        "special_tokens": removed(90),
+    },
+    "mix": {
+        "type": "sampled_reverse_kl",
+        "special_tokens": removed(90),
+        "rl_mix": {"kd": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_metrics_do_not_depend_on_micro_batches(
+    name: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Each mean is over its own tokens of the step, wherever a modifier removes some."""
+    found = []
+    for size in (64, 100_000):
+        raw = tiny_recipe(loss=TABLES[name], trainer__steps=2, trainer__micro_batch_tokens=size)
+        raw["rollout"]["group_size"] = 2
+        raw["trainer"]["lr"] = 1e-3
+        raw["eval"] = {"every": 0, "size": 2, "kl_size": 0}
+        run(raw, tmp_path / str(size))
+        found.append(read_metrics(tmp_path / str(size))[1])
+    first, second = (
+        {key: value for key, value in one.items() if "/" in key and not key.startswith("time/")}
+        for one in found
+    )
+    for one in (first, second):  # a share of the largest in a micro-batch is none of a step
+        for key in [key for key in one if key.endswith("top1pct")]:
+            del one[key]
+    assert first == pytest.approx(second, rel=1e-4, abs=1e-7)
+
+
+CLAMPED = {
+    "topk_forward_kl": {"k": 3},
+    "topk_reverse_kl": {"k": 3, "normalization": "renorm"},
+    "todi": {"k": 3},
+    "skewed_kl": {"k": 3},
+    "head_tail_reverse_kl": {"k": 3},
+    "taid": {"k": 3, "total_steps": 10},
+    "generalized_jsd": {"k": 3},
+    "entropy_aware_opd": {"k": 3, "tau": 0.1, "alpha": 3.0},
+    "self_distillation": {"k": 3, "divergence": "sampled_reverse_kl"},
+    "sampled_reverse_kl": {"mode": "signed"},
+}
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_clamp_bounds_the_losss_own_value(name: str) -> None:
+    """Of each token alone; below the limit nothing changes, and above it the gradient is scaled."""
+    from tests.losses.test_clamp import TOKENS, inputs_of, logits
+
+    limit = 0.3
+    student, teacher = logits(1)
+    inputs = inputs_of(student, 4 * teacher)
+    inputs = dataclasses.replace(
+        inputs,
+        token_ids=torch.arange(TOKENS) % 8,
+        inference_logprobs=inputs.trainer_logprobs.detach() - 1.5,
+    )
+    plain = setup_loss_fn(parse_loss({"type": name, **CLAMPED[name]}))
+    clamped = setup_loss_fn(parse_loss({"type": name, **CLAMPED[name], "clamp": {"limit": limit}}))
+    sizes = []
+    for t in range(TOKENS):
+        if not inputs.loss_mask[t]:
+            continue
+        alone = dataclasses.replace(inputs, loss_mask=torch.arange(TOKENS) == t)
+        before, after = plain(alone).loss, clamped(alone).loss
+        gradients = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (before, after)]
+        sizes.append(abs(before.item()))
+        factor = min(1.0, limit / sizes[-1])
+        assert after.item() == pytest.approx(factor * before.item(), rel=1e-9)
+        assert abs(after.item()) <= limit * (1 + 1e-9)
+        torch.testing.assert_close(gradients[1], factor * gradients[0], rtol=1e-9, atol=1e-12)
+    outputs = clamped(inputs)
+    assert max(sizes) > limit
+    above = sum(size > limit for size in sizes) / len(sizes)
+    assert outputs.metrics["clamp/tokens"].item() == pytest.approx(above)
+    assert outputs.metrics["clamp/divergence"].item() == pytest.approx(sum(sizes) / len(sizes))
+
+
+def test_clamp_of_a_loss_without_weights_is_refused() -> None:
+    """Its tokens' values are not known: the message names the table."""
+    from prime_composer.contract import LossOutputs
+    from prime_composer.losses.shared.clamp import SoftClamp
+
+    def unweighted(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(inputs.trainer_logprobs.sum(), {})
+
+    with pytest.raises(ValueError, match=r"\[loss\.a\.clamp\].*leave the table out"):
+        SoftClamp().bounded(unweighted, tempered_inputs(), "loss.a")

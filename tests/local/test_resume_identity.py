@@ -1,0 +1,174 @@
+"""What a resumed run has to find as it was: data, replay pairs, and a tape's teacher."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer import distill
+from prime_composer.local.run_dir.checkpoint import MANIFEST, TRAINER_FILE, list_checkpoints
+from prime_composer.local.tracker import read_metrics
+from prime_composer.recipe.schema import RecipeError
+from tests.conftest import TINY_MODEL, TINY_RECIPE
+from tests.local.helpers import copy_first_half, run, tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+Rows = list[dict[str, str]]
+DPO = {
+    "type": "compose",
+    "rl": {"weight": 0.0},
+    "distillation": {"kd": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 4}}},
+    "replay": {"weight": 0.5, "loss": {"type": "simpo"}},
+}
+
+
+def rows(first: int = 0) -> Rows:
+    return [
+        {"question": f"What is {first + i} plus {i}?", "answer": f"#### {first + 2 * i}"}
+        for i in range(40)
+    ]
+
+
+def without_preparation(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe with its models by their folders: other data would make other models."""
+    folders = tiny_models(TINY_RECIPE)
+    return raw | {table: {"model": str(folders[table])} for table in ("student", "teacher")}
+
+
+def other_answer(data: Rows) -> Rows:
+    return [*data[:5], {**data[5], "answer": "#### 1"}, *data[6:]]
+
+
+def write(path: Path, data: Rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+
+
+OTHERS: dict[str, Callable[[Rows], Rows]] = {
+    "rows": lambda data: rows(500),
+    "order": lambda data: data[::-1],
+    "answer": other_answer,
+    "fewer": lambda data: data[:-1],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_resume_with_another_file_of_data_is_refused(
+    name: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Rewritten, in another order, or with one answer changed; the same file goes on."""
+    file = tmp_path / "data.jsonl"
+    write(file, rows())
+    raw = without_preparation(tiny_recipe(checkpoint={"every": 2, "keep": 2}))
+    raw["data"] = {"path": str(file), "hold_out": 0.2}
+    run(raw, tmp_path / "whole")
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    write(file, OTHERS[name](rows()))
+    kept = {path: path.read_bytes() for path in (tmp_path / "cut").rglob("*") if path.is_file()}
+    with pytest.raises(RecipeError, match=r"--resume: the problems to .*\[data\].*start a new run"):
+        run(raw, tmp_path / "cut", resume=True)
+    assert all(path.read_bytes() == content for path, content in kept.items())
+    write(file, rows())
+    assert run(raw, tmp_path / "cut", resume=True).steps == raw["trainer"]["steps"]
+
+
+def test_distill_resume_with_other_rows_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Rows that are passed have no file; what is held out is compared as well."""
+    raw = without_preparation(tiny_recipe(checkpoint={"every": 1}, trainer__steps=2))
+    raw["data"] = {"hold_out": 0.2}
+    distill(raw, rows(), output_dir=tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000002")
+    with pytest.raises(RecipeError, match="the problems to train on and the problems to evaluate"):
+        distill(raw, rows(500), output_dir=tmp_path / "run", resume=True)
+    assert distill(raw, rows(), output_dir=tmp_path / "run", resume=True).steps == 2
+
+
+def test_resume_with_other_replay_pairs_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Another rejected answer in the file of pairs is enough."""
+    file = tmp_path / "pairs.jsonl"
+    pairs = [{"question": f"{i}?", "chosen": f"{i}", "rejected": "no"} for i in range(4)]
+    write(file, pairs)
+    raw = tiny_recipe(loss=DPO, checkpoint={"every": 2, "keep": 2})
+    raw["replay"] = {"source": "jsonl", "path": str(file)}
+    run(raw, tmp_path / "whole")
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    write(file, [*pairs[:3], {**pairs[3], "rejected": "never"}])
+    with pytest.raises(RecipeError, match=r"--resume: the pairs of \[replay\] path are not"):
+        run(raw, tmp_path / "cut", resume=True)
+
+
+def test_resume_of_an_older_checkpoint_compares_nothing(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """One that was written before digests were kept goes on."""
+    raw = tiny_recipe(checkpoint={"every": 2, "keep": 2})
+    run(raw, tmp_path / "whole")
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    folder = list_checkpoints(tmp_path / "cut")[-1].path
+    state = torch.load(folder / TRAINER_FILE, weights_only=True)
+    assert state["teacher"].pop("identity")["data"]
+    torch.save(state, folder / TRAINER_FILE)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    content = (folder / TRAINER_FILE).read_bytes()
+    manifest["files"][TRAINER_FILE] = hashlib.sha256(content).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert run(raw, tmp_path / "cut", resume=True).steps == raw["trainer"]["steps"]
+
+
+@pytest.mark.parametrize("begun", ["alone", "live"])
+def test_resume_with_another_teachers_tape_is_refused(
+    begun: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Begun with the tape alone or with its teacher; the same tape in another folder goes on."""
+    raw = tiny_recipe(checkpoint={"every": 2, "keep": 2})
+    raw["eval"] = {"every": 0, "size": 2, "kl_size": 0}
+    for name, seed in (("other", 5), ("own", 1)):
+        raw["teacher"] = {"prepare": {**TINY_MODEL, "seed": seed}, "tape": str(tmp_path / name)}
+        run(raw, tmp_path / f"run {name}")
+    alone = raw | {"teacher": {"tape": str(tmp_path / "own"), "tape_only": True}}
+    if begun == "alone":
+        run(alone, tmp_path / "run alone")
+    whole = tmp_path / ("run alone" if begun == "alone" else "run own")
+    copy_first_half(whole, tmp_path / "cut")
+    other = alone | {"teacher": {"tape": str(tmp_path / "other"), "tape_only": True}}
+    with pytest.raises(RecipeError, match=r"\[teacher\] tape .*another teacher.* in `tape`"):
+        run(other, tmp_path / "cut", resume=True)
+    shutil.copytree(tmp_path / "own", tmp_path / "moved")
+    moved = alone | {"teacher": {"tape": str(tmp_path / "moved"), "tape_only": True}}
+    assert run(moved, tmp_path / "cut", resume=True).steps == raw["trainer"]["steps"]
+
+
+@pytest.mark.parametrize("name", ["teacher", "eval"])
+def test_resume_makes_up_for_an_evaluation_that_is_missing(
+    name: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Also where a step's metrics begin with a teacher's name that is a word of ours."""
+    raw = tiny_recipe(checkpoint={"every": 2, "keep": 3}, trainer__steps=2)
+    raw["eval"] = {"every": 2, "size": 4, "kl_size": 0}
+    teacher = {**raw.pop("teacher"), "tape": str(tmp_path / "tape")}
+    if name == "teacher":
+        raw["teacher"] = teacher
+        raw["reference"] = {
+            "prepare": {**teacher["prepare"], "seed": 7}, "tape": str(tmp_path / "reference"),
+        }  # fmt: skip
+        raw["loss"] = {"type": "sampled_reverse_kl"}
+    else:
+        second = {**teacher, "tape": str(tmp_path / "second")}
+        raw["teachers"] = {name: teacher, "second": second}
+        raw["data"]["teacher"] = {name: 0.5, "second": 0.5}
+    run(raw, tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    records = read_metrics(tmp_path / "run")
+    assert f"{name}/tape/read" in records[1] and "eval/accuracy" in records[2]
+    measured = {key: value for key, value in records[2].items() if key.startswith("eval/acc")}
+    cut = {
+        key: value
+        for key, value in records[2].items()
+        if not key.startswith("eval/") or "tape" in key
+    }
+    file.write_text("".join(json.dumps(one) + "\n" for one in (*records[:2], cut)))
+    outcome = run(raw, tmp_path / "run", resume=True)
+    assert measured.items() <= read_metrics(tmp_path / "run")[2].items()
+    assert [*outcome.evaluations] == [0, 2]
