@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.errors import how_to_install
 from prime_composer.backends.model_files import has_tokenizer, missing_folder, why_not_on_hub
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.lm_head import head_logits, selected_logprobs
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Number formats of weights that are not quantized. PyTorch compares no others."""
@@ -293,11 +293,11 @@ def check_plain_head(model: nn.Module) -> None:
             "the chunked head does not; use a model without final_logit_softcapping."
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
-    with torch.no_grad():
+    with torch.no_grad(), float32_head(model):
         mask = torch.ones_like(ids)
-        plain = (hidden_states(model, ids, mask) @ weight.T).float()
-        logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    tolerance = 1e-3 if weight.dtype == torch.float32 else 3e-2
+        plain = head_logits(hidden_states(model, ids, mask), weight)
+        logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 3e-2
     if logits.shape != plain.shape or (
         logits - plain
     ).abs().max() > tolerance * logits.abs().max().clamp_min(1.0):
@@ -305,6 +305,30 @@ def check_plain_head(model: nn.Module) -> None:
             f"{type(model).__name__} does more to its logits than multiplying hidden states with "
             "the head's weight (a scale, a cap), and the chunked head does not; use another model."
         )
+
+
+@contextmanager
+def float32_head(model: nn.Module) -> Iterator[None]:
+    """Within the block, let the head of a model in half precision keep its float32 sums.
+
+    What the model does to its logits afterwards, it does in float32. No gradient passes.
+    """
+    net: Any = model
+    head = net.get_output_embeddings()
+    half = type(head) is nn.Linear and head.weight.dtype in (torch.float16, torch.bfloat16)
+    if not half or "forward" in vars(head):  # another library's own
+        yield
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = head_logits(hidden, head.weight)
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def hidden_states(

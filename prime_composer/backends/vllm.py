@@ -44,6 +44,8 @@ from prime_composer.backends.protocols import (
     SamplingParams,
 )
 from prime_composer.scoring import patches
+from prime_composer.scoring.head import head_dtype_of
+from prime_composer.scoring.wire import FLOAT32_HEAD
 
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
@@ -61,7 +63,9 @@ class VLLMEngine:
     Args:
         model: a directory or a hub id.
         dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
-            bfloat16 to about 0.1 nat.
+            bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
+            ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
+            quantized.
         max_model_len: longest sequence, prompt and completion together, plus one. None reads the
             model's limit.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
@@ -121,6 +125,9 @@ class VLLMEngine:
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         arguments |= engine_args or {}
+        overrides = arguments.get("hf_overrides") or {}
+        if not callable(overrides):
+            arguments["hf_overrides"] = FLOAT32_HEAD | overrides
         self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -130,6 +137,7 @@ class VLLMEngine:
         # Weights that another process packs are none of ours.
         self._packed = packed if packed.removed and can_load_again(self._own_model()) else None
         config = self._llm.model_config
+        self.head_dtype = head_dtype_of(config)
         vocab_size: int = config.get_vocab_size()
         self.limits = Limits(
             max_model_len=config.max_model_len,

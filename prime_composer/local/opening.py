@@ -382,11 +382,15 @@ def _open_scorers(
         with in_table(teacher.table):
             scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(scorers[teacher].close)
-        if isinstance(scorer := scorers[teacher], Served):
-            answers = f"answers in {scorer.dtype}"
+        head = getattr(scorer := scorers[teacher], "head_dtype", None)
+        head = "" if head is None else f", its output head in {head}"
+        if isinstance(scorer, Served):
+            answers = f"answers in {scorer.dtype}{head}"
             if scorer.dtype is None:
                 answers = "has no scoring plugin, and does not say in which precision it answers"
             status(f"the {teacher.display}'s server {answers}")
+        elif head:
+            status(f"the {teacher.display} answers in {spec.dtype}{head}")
     return scorers
 
 

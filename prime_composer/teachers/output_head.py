@@ -48,7 +48,7 @@ class OutputHead:
         return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
 
     def of_teacher(self, origin: str) -> TeacherHead:
-        """Return the head in the dtype that the server multiplies in.
+        """Return the head, with the dtype that the server multiplies in.
 
         Args:
             origin: the server in words, for messages.
@@ -56,14 +56,14 @@ class OutputHead:
         Raises:
             InvalidAnswer: weight or bias is not finite.
         """
-        dtype = DTYPES_BY_NAME[self.facts.computed_in]
-        head = TeacherHead(
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-            self.facts.scale,
-            self.facts.softcap,
-            TOLERANCES[self.facts.computed_in],
-            origin,
+        head = TeacherHead.computed_in(
+            DTYPES_BY_NAME[self.facts.computed_in],
+            self.weight,
+            self.bias,
+            scale=self.facts.scale,
+            softcap=self.facts.softcap,
+            tolerance=TOLERANCES[self.facts.computed_in],
+            origin=origin,
         )
         head.refuse_non_finite("weight", head.weight)
         return head

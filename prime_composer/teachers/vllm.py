@@ -54,6 +54,11 @@ class VLLMScorer:
         """The engine's sizes."""
         return self._engine.limits
 
+    @property
+    def head_dtype(self) -> str | None:
+        """The dtype of the engine's logits; None where vLLM does not say."""
+        return self._engine.head_dtype
+
     gives_any_ids = True
 
     @property
@@ -133,12 +138,12 @@ class VLLMScorer:
                 'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
             )
         (head,) = heads
-        dtype = head.computed_in
-        return TeacherHead(
-            head.weight.to(dtype),
-            None if head.bias is None else head.bias.to(dtype),
-            head.scale,
-            head.softcap,
+        return TeacherHead.computed_in(
+            head.computed_in,
+            head.weight,
+            head.bias,
+            scale=head.scale,
+            softcap=head.softcap,
             origin=f"The engine of {self._engine.model}",
         )
 

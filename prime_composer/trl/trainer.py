@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
+from prime_composer.backends.hf_model import check_plain_head, float32_head, lm_head_weight
 from prime_composer.contract import Count, Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
@@ -133,7 +133,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample completions as trl does, and have all of them scored at once."""
-        batch = super()._generate_and_score_completions(inputs)
+        with float32_head(self._student(self.model)):
+            batch = super()._generate_and_score_completions(inputs)
         return batch | {SCORES: self._scores(batch)}
 
     def _scores(self, batch: Mapping[str, Any]) -> list[Scores]:

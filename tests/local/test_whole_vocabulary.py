@@ -223,9 +223,11 @@ def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None
     """What a bfloat16 server calls its distribution is that of rounded logits."""
     samples = with_states(random_samples(LENGTHS, k=1), [[0.0, 1.0]] * 4)
     weight = samples[0].scores.hidden[0].head.weight.bfloat16()
-    logits = TeacherHead(weight).over(samples[0].scores.hidden[0].states)
+    states = samples[0].scores.hidden[0].states
+    logits = TeacherHead.computed_in(torch.bfloat16, weight, None).over(states)
     assert logits.rounded_to == torch.bfloat16 and logits.hidden.dtype == torch.bfloat16
-    assert TeacherHead(weight.float()).over(samples[0].scores.hidden[0].states).rounded_to is None
+    kept = TeacherHead.computed_in(torch.float32, weight, None).over(states)
+    assert kept.rounded_to is None and kept.weight is weight
 
 
 @pytest.mark.parametrize(
