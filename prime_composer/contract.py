@@ -156,23 +156,6 @@ class TeacherHead:
     origin: str = "The teacher"
     rounded_to: torch.dtype | None = None
 
-    @classmethod
-    def computed_in(
-        cls,
-        dtype: torch.dtype,
-        weight: Float[Tensor, "v d"],
-        bias: Float[Tensor, " v"] | None,
-        **others: Any,
-    ) -> "TeacherHead":
-        """Return the head of a teacher that multiplies in ``dtype``.
-
-        Products of half precision are exact in float32, so that such a weight stays as it is.
-        """
-        if dtype == torch.float32:
-            return cls(weight, bias, **others)
-        bias = None if bias is None else bias.to(dtype)
-        return cls(weight.to(dtype), bias, rounded_to=dtype, **others)
-
     def __post_init__(self) -> None:
         """Refuse a bias that is not finite, which every road to a teacher's head passes.
 

@@ -36,7 +36,7 @@ from prime_composer.backends.cpu_guard import (
     return_freed_memory,
     use_threads,
 )
-from prime_composer.backends.hf_model import read_config, read_eos_token_ids
+from prime_composer.backends.hf_model import read_config, read_eos_token_ids, window_of
 from prime_composer.backends.lora.views import weights_of
 from prime_composer.backends.protocols import (
     Limits,
@@ -53,6 +53,9 @@ GPU_MEMORY_SHARE = 0.3
 CPU_BLOCK = 128
 """Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
 
+USUAL_WINDOW = 2048
+"""Positions that vLLM gives a model whose config names none."""
+
 MOST_SEQUENCES = 256
 """Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
 
@@ -66,8 +69,8 @@ class VLLMEngine:
             bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
             ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
             quantized.
-        max_model_len: longest sequence, prompt and completion together, plus one. None reads the
-            model's limit.
+        max_model_len: longest sequence, prompt and completion together, plus one, within the
+            model's own window, which is also that of None.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
         sequences: how many run side by side; on a CPU build the key-value cache has room for them
             within 1 GiB, and further ones of a call wait for their turn.
@@ -104,6 +107,9 @@ class VLLMEngine:
         if eos_token_ids is None:
             eos_token_ids = read_eos_token_ids(self.model)
         self.eos_token_ids = tuple(eos_token_ids)
+        if max_model_len is not None:
+            own = window_of(read_config(self.model))
+            max_model_len = min(max_model_len, own or max_model_len)
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": dtype,
@@ -297,7 +303,7 @@ def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
         dtype: of the activations, in vLLM's words.
         length: its tokens; None is the model's limit.
     """
-    length = length or config.max_position_embeddings
+    length = length or window_of(config) or USUAL_WINDOW
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 4 if dtype in ("float32", "float") else 2

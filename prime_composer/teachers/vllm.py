@@ -30,6 +30,7 @@ from prime_composer.scoring.kinds import (
     SupportKind,
 )
 from prime_composer.scoring.worker import RowsRequest, read_payload
+from prime_composer.teachers.output_head import teacher_head
 
 
 class VLLMScorer:
@@ -138,7 +139,7 @@ class VLLMScorer:
                 'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
             )
         (head,) = heads
-        return TeacherHead.computed_in(
+        return teacher_head(
             head.computed_in,
             head.weight,
             head.bias,

@@ -19,7 +19,7 @@ from prime_composer.backends.hf_model import (
     lm_head_weight,
 )
 from prime_composer.backends.protocols import Rollout, SamplingParams, Scorer
-from prime_composer.contract import Scores, TeacherHead
+from prime_composer.contract import Scores
 from prime_composer.divergences import reverse_kl
 from prime_composer.full_vocabulary import compare
 from prime_composer.lm_head import head_logits, selected_logprobs
@@ -27,6 +27,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Sample
 from prime_composer.step.student_forward import autocast, student_inputs
+from prime_composer.teachers.output_head import teacher_head
 from prime_composer.teachers.policy import students_choice
 from prime_composer.teachers.tape.answers import head_of_bytes, head_record
 from prime_composer.teachers.transformers import TransformersScorer
@@ -228,7 +229,7 @@ def test_head_logits_are_the_sums_of_their_inputs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("computed_in", [torch.float32, torch.bfloat16])
 def test_head_on_a_tape_keeps_how_it_rounds(computed_in: torch.dtype) -> None:
     """A teacher that keeps float32 sums keeps them on its tape, in half of the memory."""
-    head = TeacherHead.computed_in(computed_in, torch.randn(5, 3).bfloat16(), None)
+    head = teacher_head(computed_in, torch.randn(5, 3).bfloat16(), None)
     again = head_of_bytes(head_record(head).content, "it")
     assert again.rounded_to == head.rounded_to
     assert head.rounded_to == (None if computed_in == torch.float32 else torch.bfloat16)

@@ -18,6 +18,7 @@ from torch import Tensor
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.teachers.client import Beside
+from prime_composer.teachers.output_head import teacher_head
 from prime_composer.teachers.tape.store import Note, Record
 from prime_composer.teachers.watch import known_rollout
 
@@ -194,7 +195,7 @@ def head_of_bytes(content: bytes, origin: str) -> TeacherHead:
     weight = tensors["weight"]
     # The half-precision heads of older tapes, which do not say, all rounded.
     dtype = weight.dtype if tensors.get("rounded", True) else torch.float32
-    return TeacherHead.computed_in(dtype, weight, tensors.get("bias"), **numbers, origin=origin)
+    return teacher_head(dtype, weight, tensors.get("bias"), **numbers, origin=origin)
 
 
 def known_record(rollout: Rollout, scores: Scores) -> Record:
