@@ -294,14 +294,15 @@ class Checks:
         live = given(engine.teachers).watched.get(teacher)
         if live is None:
             return [Finding(name, "skipped", "its tape alone answers")]
-        # Within the run's own budget, which check_context has compared with the teachers' contexts.
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=self._scorers):
             if isinstance(live, LimitedServer) and not isinstance(scorer, OwnTokenizerScorer):
                 size, by_student = engine.loss.asked_of_teacher
                 live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in self._scored_by(teacher)[:1]:
-                prompt = engine.problems.prompt(problem)
+                # A longer one is cut or dropped in the run (`on_overflow`).
+                most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
+                prompt = engine.problems.prompt(problem)[: max(1, most)]
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
                 asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
                 (scores,) = asked.score(
@@ -436,11 +437,10 @@ def check_prompts(
     scorer: Limits = NO_LIMITS,
 ) -> None:
     """Check prompts to train on, and those of evaluations, as ``check_context`` does."""
-    raisable = config.max_model_len
     for kind, asked in (("prompt", problems), ("held-out prompt", held_out)):
         if asked or not (problems or held_out):
             prompts = [tokenized.prompt(problem) for problem in asked]
-            check_context(prompts, config.max_tokens, sampler, scorer, raisable, kind)
+            check_context(prompts, config.max_tokens, sampler, scorer, config.max_model_len, kind)
 
 
 def check_context(

@@ -146,14 +146,8 @@ def check_rows(
     longest: int,
     sides: Sequence[Side],
 ) -> None:
-    """Check that a short sequence has the same log-probs alone and beside the longest one.
-
-    Args:
-        table: the recipe's table of the model, for the message.
-        model: a transformers model.
-        prompts: prompts of the run.
-        longest: tokens of the longest sequence.
-        sides: where its backend pads.
+    """Check that a short sequence has the same log-probs alone and beside one of ``longest`` tokens,
+    padded on each of these sides. The message names the recipe's ``table`` and the model.
 
     Raises:
         PreflightError: they differ.

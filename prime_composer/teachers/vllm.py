@@ -49,16 +49,12 @@ class VLLMScorer:
         KINDS.setdefault(kind.name, kind)
         self._kind = kind
         self._engine = VLLMEngine(model, **arguments)
+        self.head_dtype = self._engine.head_dtype
 
     @property
     def limits(self) -> Limits:
         """The engine's sizes."""
         return self._engine.limits
-
-    @property
-    def head_dtype(self) -> str | None:
-        """The dtype of the engine's logits; None where vLLM does not say."""
-        return self._engine.head_dtype
 
     gives_any_ids = True
 

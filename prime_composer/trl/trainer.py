@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.hf_model import check_plain_head, float32_head, lm_head_weight
+from prime_composer.backends.hf_model import (
+    check_plain_head,
+    fix_frequencies,
+    float32_head,
+    lm_head_weight,
+)
 from prime_composer.contract import Count, Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
@@ -92,6 +97,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         student = self._student(self.model)
         with _in_eval_mode(student):
             check_plain_head(student)
+        fix_frequencies(student, getattr(self.args, "vllm_max_model_length", None))
         self.loss_config = config
         self.loss_fn = setup_loss_fn(config)
         self.scorer = open_teacher(teacher_model, self.args, self.accelerator.device, logger.info)

@@ -86,7 +86,7 @@ def error_of_the_gradient(scores: list[Scores], states: list[Tensor], weight: Te
 
 
 def check_scorer(scorer: Scorer, teacher: torch.nn.Module, rollouts: list[Rollout]) -> None:
-    states, weight = states_of(teacher, rollouts), lm_head_weight(teacher).detach()
+    weight = lm_head_weight(teacher).detach()
     scores = scorer.score(rollouts, K, hidden=True)
     own = [share.states for one in scores for share in one.hidden]
     assert error_of_the_gradient(scores, own, weight) < GOAL
@@ -97,7 +97,6 @@ def check_scorer(scorer: Scorer, teacher: torch.nn.Module, rollouts: list[Rollou
     assert error_of_the_gradient(given, own, weight) < GOAL
     assert all(one.hidden[0].head.weight.dtype == torch.bfloat16 for one in scores)
     check_whole_vocabulary(scores, rollouts, teacher)
-    del states
 
 
 def check_whole_vocabulary(
