@@ -146,8 +146,9 @@ def check_rows(
     longest: int,
     sides: Sequence[Side],
 ) -> None:
-    """Check that a short sequence has the same log-probs alone and beside one of ``longest`` tokens,
-    padded on each of these sides. The message names the recipe's ``table`` and the model.
+    """Check that a short sequence has the same log-probs alone and beside a ``longest`` one.
+
+    Both are padded on each of these sides. The message names the recipe's ``table`` and the model.
 
     Raises:
         PreflightError: they differ.
