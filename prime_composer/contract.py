@@ -138,7 +138,7 @@ class TwoHeads:
 
 @dataclass(frozen=True, eq=False)
 class TeacherHead:
-    """A teacher's output head, in the dtype that the teacher multiplies in.
+    """A teacher's output head.
 
     Attributes:
         weight: [V, d].
@@ -149,6 +149,8 @@ class TeacherHead:
             from the teacher's own number, in nats. None: the numbers are not compared, since both
             come from one model in this process.
         origin: the teacher in words, for messages.
+        rounded_to: dtype to which the teacher itself rounds the products; None where it keeps their
+            float32 sums.
     """
 
     weight: Float[Tensor, "v d"]
@@ -157,6 +159,7 @@ class TeacherHead:
     softcap: float | None = None
     tolerance: float | None = None
     origin: str = "The teacher"
+    rounded_to: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Refuse a bias that is not finite, which every road to a teacher's head passes.
@@ -182,13 +185,9 @@ class TeacherHead:
         )
 
     def over(self, hidden: Float[Tensor, "n d"]) -> Logits:
-        """Return the teacher's logits over hidden states, as the teacher rounds them.
-
-        A head in half precision rounds each logit to its dtype, as vLLM's does.
-        """
-        dtype = self.weight.dtype
-        rounded = dtype if dtype in (torch.bfloat16, torch.float16) else None
-        return Logits(hidden.to(dtype), self.weight, self.bias, self.softcap, self.scale, rounded)
+        """Return the teacher's logits over hidden states, as the teacher rounds them."""
+        states, rounded = hidden.to(self.weight.dtype), self.rounded_to
+        return Logits(states, self.weight, self.bias, self.softcap, self.scale, rounded)
 
 
 @dataclass(frozen=True, eq=False)

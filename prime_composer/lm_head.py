@@ -30,6 +30,9 @@ CHUNK = 8192
 TOKEN_BLOCK = 1024
 """Tokens per block. More tokens are processed block by block within a chunk."""
 
+CAST = 2**20
+"""Weights of a half-precision head that a CPU has in float32 at once: 4 MiB stay in its cache."""
+
 
 def selected_logprobs(
     hidden: Float[Tensor, "n d"],
@@ -211,3 +214,25 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:  # tensor cores take half precision operands and accumulate in float32
         return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def head_logits(
+    hidden: Float[Tensor, "... d"], weight: Float[Tensor, "v d"]
+) -> Float[Tensor, "... v"]:
+    """Return hidden weight^T, in float32 for half precision, without a float32 copy of the head.
+
+    It is for blocks of rows, and has no gradient.
+    """
+    if hidden.dtype == weight.dtype and accumulation_dtype(weight) == weight.dtype:
+        return hidden @ weight.T
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if hidden.is_cuda:
+        return matmul(rows, weight.T).view(*hidden.shape[:-1], -1)
+    rows, size = rows.float(), max(1, CAST // weight.shape[1])
+    logits = rows.new_empty(len(rows), len(weight))
+    cast = rows.new_empty(size, weight.shape[1])
+    for first in range(0, len(weight), size):
+        part = weight[first : first + size]
+        columns = logits[:, first : first + size]
+        torch.mm(rows, cast[: len(part)].copy_(part).T, out=columns)
+    return logits.view(*hidden.shape[:-1], -1)

@@ -36,7 +36,7 @@ ALLOWED = {
     **{module: {module, *MATHS[:i]} for i, module in enumerate(MATHS)},
     "losses": {"losses", *MATHS},
     "problems": {"problems"},
-    "scoring": {"scoring", "contract"},
+    "scoring": {"scoring", "contract", "lm_head"},
     "cross_tokenizer": {"cross_tokenizer", "contract"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "full_vocabulary", "backends"),

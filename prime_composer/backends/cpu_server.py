@@ -4,8 +4,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from prime_composer.backends.hf_model import read_config
-from prime_composer.backends.vllm import CPU_BLOCK, bytes_of_a_sequence
+from prime_composer.backends.hf_model import read_config, window_of
+from prime_composer.backends.vllm import CPU_BLOCK, USUAL_WINDOW, bytes_of_a_sequence
 
 
 def cpu_options(options: Sequence[str]) -> list[str]:
@@ -45,7 +45,7 @@ def _kv_cache_bytes(options: Sequence[str]) -> int | None:
             return None
         config = read_config(known.model)
         said = known.max_model_len
-        length = int(said) if said.isdecimal() else config.max_position_embeddings
+        length = int(said) if said.isdecimal() else window_of(config) or USUAL_WINDOW
         # Besides the sequence, vLLM keeps one block that nothing is written to.
         size = bytes_of_a_sequence(config, known.dtype, length + CPU_BLOCK)
     except (argparse.ArgumentError, ValueError, AttributeError):

@@ -12,11 +12,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.model_files import has_tokenizer, missing_folder, why_not_on_hub
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.backends.model_files import (
+    fingerprint,
+    has_tokenizer,
+    missing_folder,
+    why_not_on_hub,
+)
+from prime_composer.lm_head import head_logits, selected_logprobs
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Number formats of weights that are not quantized. PyTorch compares no others."""
+
+
+LENGTHENING = ("linear", "dynamic")
+"""Types of rotary positions whose ``factor`` lengthens what the config says."""
 
 
 class ModelUnavailable(ValueError):
@@ -76,6 +85,60 @@ def read_config(model: str | Path) -> Any:
     """
     with explained(model):
         return import_transformers().AutoConfig.from_pretrained(str(model))
+
+
+def window(model: str | Path) -> int | None:
+    """Return ``window_of`` a model on this machine; None for one that is not, or not readable."""
+    try:
+        return None if fingerprint(str(model)) is None else window_of(read_config(model))
+    except (OSError, ModelUnavailable):  # whoever opens the model says so
+        return None
+
+
+def window_of(config: Any) -> int | None:
+    """Return how many positions a model has, as vLLM counts them; None where nothing limits them.
+
+    Its length is the scaled one, except for rotary positions of the types in ``LENGTHENING``.
+    """
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "max_seq_len", None
+    )
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
+    if "gemma3" in config.model_type:
+        tables = []
+    factors = [t.get("factor") for t in tables if t.get("rope_type") in LENGTHENING]
+    return int(positions * max([1.0, *(factor for factor in factors if factor)]))
+
+
+def fix_frequencies(model: nn.Module, context: int | None) -> None:
+    """Fix rotary frequencies that follow the longest position of a batch, for sequences up to
+    ``context`` tokens, as vLLM does: a row's log-probs then depend on the row alone.
+
+    Frequencies that are fixed already stay. None is the model's own length.
+    """
+    net: Any = model
+    length = context or window_of(net.config)
+    for module in net.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if length is None or not isinstance(kind, str):
+                continue
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            # The module's own update, once, and then no more of them.
+            x = torch.zeros(1, device=next(module.buffers()).device)
+            if x.is_meta:
+                continue
+            last = torch.tensor([[length - 1]], device=x.device)
+            module(x, last, **({} if layer is None else {"layer_type": layer}))
+            if layer is None:
+                module.rope_type = "default"
+            else:
+                module.rope_type = module.rope_type | {layer: "default"}
 
 
 def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
@@ -295,11 +358,11 @@ def check_plain_head(model: nn.Module) -> None:
             "the chunked head does not; use a model without final_logit_softcapping."
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
-    with torch.no_grad():
+    with torch.no_grad(), float32_head(model):
         mask = torch.ones_like(ids)
-        plain = (hidden_states(model, ids, mask) @ weight.T).float()
-        logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-    tolerance = 1e-3 if weight.dtype == torch.float32 else 3e-2
+        plain = head_logits(hidden_states(model, ids, mask), weight)
+        logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 3e-2
     if logits.shape != plain.shape or (
         logits - plain
     ).abs().max() > tolerance * logits.abs().max().clamp_min(1.0):
@@ -307,6 +370,30 @@ def check_plain_head(model: nn.Module) -> None:
             f"{type(model).__name__} does more to its logits than multiplying hidden states with "
             "the head's weight (a scale, a cap), and the chunked head does not; use another model."
         )
+
+
+@contextmanager
+def float32_head(model: nn.Module) -> Iterator[None]:
+    """Within the block, let the head of a model in half precision keep its float32 sums.
+
+    What the model does to its logits afterwards, it does in float32. No gradient passes.
+    """
+    net: Any = model
+    head = net.get_output_embeddings()
+    half = type(head) is nn.Linear and head.weight.dtype in (torch.float16, torch.bfloat16)
+    if not half or "forward" in vars(head):  # another library's own
+        yield
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = head_logits(hidden, head.weight)
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
 
 
 def hidden_states(

@@ -106,42 +106,6 @@ def _refuses(endpoint: str) -> bool:
     return refused.is_set()
 
 
-def window(model: str | Path) -> int | None:
-    """Return how many positions a model in a folder or in the hub's cache has; None as there."""
-    try:
-        if Path(model).is_dir() or is_path(str(model)):
-            return positions(Path(model))
-    except OSError:  # a name that no file can have; whoever opens the model says so
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(str(model), "config.json")
-    return positions(Path(cached).parent) if isinstance(cached, str) else None
-
-
-def positions(folder: Path) -> int | None:
-    """Return how many positions a model has; None where its config scales or does not say them."""
-    config: Any = read_json(folder / "config.json") or {}
-    config = config.get("text_config", config)
-    if any(_scales(config.get(name)) for name in ("rope_scaling", "rope_parameters")):
-        return None
-    limit = config.get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
-
-
-def _scales(rope: Any) -> bool:
-    """Return whether a table of rotary positions may lengthen the context.
-
-    Its type is under ``rope_type``, or under ``type`` in older configs. A model may have one table
-    per kind of layer. What has a factor and no known type counts as scaled.
-    """
-    if not isinstance(rope, dict):
-        return rope is not None
-    typed = any(rope.get(name, "default") != "default" for name in ("rope_type", "type"))
-    inner = [table for table in rope.values() if isinstance(table, dict)]
-    return typed or "factor" in rope or any(map(_scales, inner))
-
-
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None where there is none."""
     try:

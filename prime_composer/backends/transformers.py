@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from prime_composer.backends.hf_model import (
+    fix_frequencies,
     lm_head_weight,
     load_model,
+    window_of,
 )
 from prime_composer.backends.protocols import Limits
 
@@ -20,7 +22,8 @@ class LoadedModel:
         model: a model, a directory or a hub id.
         dtype: of weights and activations, where the model is loaded here.
         device: None is the GPU where there is one.
-        max_model_len: longest sequence; None reads the model's limit.
+        max_model_len: longest sequence, within the model's own window, which is also that of None.
+            Rotary frequencies are fixed for it.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class LoadedModel:
         net = model if isinstance(model, nn.Module) else load_model(model, dtype, device)
         self._model: Any = net
         vocab_size = lm_head_weight(net).shape[0]
+        limits = [one for one in (max_model_len, window_of(net.config)) if one is not None]
+        limit = min(limits, default=None)
+        fix_frequencies(net, limit)
         self.limits = Limits(
-            max_model_len=max_model_len
-            or self.model.config.get_text_config().max_position_embeddings,
+            max_model_len=limit,
             vocab_size=vocab_size,
             max_logprobs=vocab_size,
         )

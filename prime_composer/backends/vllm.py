@@ -36,7 +36,7 @@ from prime_composer.backends.cpu_guard import (
     return_freed_memory,
     use_threads,
 )
-from prime_composer.backends.hf_model import read_config, read_eos_token_ids
+from prime_composer.backends.hf_model import read_config, read_eos_token_ids, window_of
 from prime_composer.backends.lora.views import weights_of
 from prime_composer.backends.protocols import (
     Limits,
@@ -44,12 +44,17 @@ from prime_composer.backends.protocols import (
     SamplingParams,
 )
 from prime_composer.scoring import patches
+from prime_composer.scoring.head import head_dtype_of
+from prime_composer.scoring.wire import FLOAT32_HEAD
 
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
 
 CPU_BLOCK = 128
 """Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
+
+USUAL_WINDOW = 2048
+"""Positions that vLLM gives a model whose config names none."""
 
 MOST_SEQUENCES = 256
 """Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
@@ -61,9 +66,11 @@ class VLLMEngine:
     Args:
         model: a directory or a hub id.
         dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
-            bfloat16 to about 0.1 nat.
-        max_model_len: longest sequence, prompt and completion together, plus one. None reads the
-            model's limit.
+            bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
+            ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
+            quantized.
+        max_model_len: longest sequence, prompt and completion together, plus one, within the
+            model's own window, which is also that of None.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
         sequences: how many run side by side; on a CPU build the key-value cache has room for them
             within 1 GiB, and further ones of a call wait for their turn.
@@ -100,6 +107,9 @@ class VLLMEngine:
         if eos_token_ids is None:
             eos_token_ids = read_eos_token_ids(self.model)
         self.eos_token_ids = tuple(eos_token_ids)
+        if max_model_len is not None:
+            own = window_of(read_config(self.model))
+            max_model_len = min(max_model_len, own or max_model_len)
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": dtype,
@@ -121,6 +131,9 @@ class VLLMEngine:
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         arguments |= engine_args or {}
+        overrides = arguments.get("hf_overrides") or {}
+        if not callable(overrides):
+            arguments["hf_overrides"] = FLOAT32_HEAD | overrides
         self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -130,6 +143,7 @@ class VLLMEngine:
         # Weights that another process packs are none of ours.
         self._packed = packed if packed.removed and can_load_again(self._own_model()) else None
         config = self._llm.model_config
+        self.head_dtype = head_dtype_of(config)
         vocab_size: int = config.get_vocab_size()
         self.limits = Limits(
             max_model_len=config.max_model_len,
@@ -289,7 +303,7 @@ def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
         dtype: of the activations, in vLLM's words.
         length: its tokens; None is the model's limit.
     """
-    length = length or config.max_position_embeddings
+    length = length or window_of(config) or USUAL_WINDOW
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 4 if dtype in ("float32", "float") else 2

@@ -1,13 +1,16 @@
 """``prime-rl teacher``: vLLM's own server with the scoring plugin."""
 
+import argparse
+import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from prime_composer.backends.errors import how_to_install
-from prime_composer.scoring.wire import NAME, SCORE_PATH
+from prime_composer.scoring.wire import FLOAT32_HEAD, NAME, SCORE_PATH
 
 LOADED_UNNAMED = (
     "vllm.general_plugins",
@@ -16,7 +19,6 @@ LOADED_UNNAMED = (
     "vllm.stat_logger_plugins",
 )
 """Groups of plugins that vLLM loads where VLLM_PLUGINS is unset. Once it is set, it filters all."""
-
 
 ACCESS_LOG = {
     "--disable-access-log-for-endpoints",
@@ -54,7 +56,25 @@ def server_command(model: str, host: str, port: int, options: Sequence[str]) -> 
     if not named & ACCESS_LOG:
         # It would be one line per sequence.
         command += ["--disable-access-log-for-endpoints", SCORE_PATH]
-    return [*command, *options]
+    return [*command, *with_float32_head(options)]
+
+
+def with_float32_head(options: Sequence[str]) -> list[str]:
+    """Return vLLM's options with ``--hf-overrides`` for float32 logits.
+
+    A ``head_dtype`` of the user's own stays, and so do the other overrides. Beside a ``--config``,
+    which may have any option, nothing is added.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--hf-overrides", "--hf_overrides", type=json.loads, default={})
+    try:
+        known, others = parser.parse_known_args(options)
+        overrides = FLOAT32_HEAD | known.hf_overrides
+    except (argparse.ArgumentError, TypeError):  # vLLM says what is wrong
+        return [*options]
+    if any(option.split("=")[0] == "--config" for option in others):
+        return [*options]
+    return ["--hf-overrides", json.dumps(overrides), *others]
 
 
 def run_teacher(model: str, host: str, port: int, options: Sequence[str]) -> int:
@@ -62,5 +82,5 @@ def run_teacher(model: str, host: str, port: int, options: Sequence[str]) -> int
     command = server_command(model, host, port, options)
     more = server_environment(os.environ)
     shown = " ".join(f"{name}={value}" for name, value in more.items())
-    print(f"{shown} {' '.join(command[1:])}", flush=True)
+    print(f"{shown} {shlex.join(command[1:])}", flush=True)
     os.execve(command[0], command, {**os.environ, **more})

@@ -11,9 +11,12 @@ from torch import nn
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
     checkpoint_layers,
+    fix_frequencies,
     load_student,
     load_tokenizer,
     shapes,
+    window,
+    window_of,
 )
 from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import base_of
@@ -26,6 +29,7 @@ from prime_composer.local.weight_sync import TOLERANCES
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import Ends
+from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
@@ -83,7 +87,7 @@ def teacher_spec(
         backend=teacher.runs_on(student.backend),
         model=model,
         dtype="float32" if teacher.base else teacher.dtype or student.dtype,
-        max_model_len=student.max_model_len,
+        max_model_len=room_of(teacher.runs_on(student.backend), model, student.max_model_len),
         sequences=student.sequences if samples else min(student.sequences, SCORED_AT_ONCE),
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         url=teacher.url,
@@ -95,6 +99,11 @@ def teacher_spec(
         head=teacher.head,
         ends=None if teacher.tokenizer == "own" else student.ends,
     )
+
+
+def room_of(backend: str, model: str | Path, context: int) -> int:
+    """Return the context of a model on this machine: the run's, within the model's own window."""
+    return min(context, backend_of(backend).within_positions and window(model) or context)
 
 
 @runtime_checkable
@@ -170,6 +179,8 @@ def open_engine(
             status(f"opening the {rollout.backend} sampler")
             sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
+        # Those of a server are its own context's, which may be longer.
+        fix_frequencies(model, sampler.limits.max_model_len or rollout.context())
         if resumes or latent is not None or (lora is not None and lora.start is not None):
             sampler.update_weights(model)
         engine = Engine(
@@ -185,9 +196,7 @@ def open_engine(
         if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
             engine.policy_overflow = recipe.teacher.on_overflow
-            config: Any = model.config
-            positions = config.get_text_config().max_position_embeddings
-            engine.policy_room = min(engine.context, positions)
+            engine.policy_room = min(engine.context, window_of(model.config) or engine.context)
         elif recipe.asks_teacher:
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
             _set_specs(engine, routing, spec, paths, samples)
@@ -268,6 +277,7 @@ def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> 
     if config.lora is not None and config.lora.start is None:
         return base_of(engine.model)
     start, _ = load_student(origin)
+    fix_frequencies(start, engine.sampler.limits.max_model_len or engine.context)
     _round(start, config)
     if config.lora is not None:
         Adapter.of_model(start, config.lora, origin, seed=0)
@@ -392,11 +402,15 @@ def _open_scorers(
         with in_table(teacher.table):
             scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(scorers[teacher].close)
-        if isinstance(scorer := scorers[teacher], Served):
-            answers = f"answers in {scorer.dtype}"
+        head = getattr(scorer := scorers[teacher], "head_dtype", None)
+        head = "" if head is None else f", its output head in {head}"
+        if isinstance(scorer, Served):
+            answers = f"answers in {scorer.dtype}{head}"
             if scorer.dtype is None:
                 answers = "has no scoring plugin, and does not say in which precision it answers"
             status(f"the {teacher.display}'s server {answers}")
+        elif head:
+            status(f"the {teacher.display} answers in {spec.dtype}{head}")
     return scorers
 
 

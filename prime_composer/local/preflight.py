@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
+from prime_composer.backends.hf_model import window_of
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.contract import given
 from prime_composer.local.engine import Engine
@@ -18,6 +19,7 @@ from prime_composer.local.opening import tokenizer_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import (
     PROBE_TOKENS,
+    check_batches,
     check_loaded_weights,
     check_weight_sync,
 )
@@ -167,6 +169,7 @@ class Checks:
             "context": self._context,
             **self.vocabularies(),
             "sampling": self._sampling,
+            "rows of a batch": self._rows,
             WEIGHT_SYNC: self._weight_sync,
             **{
                 f"[{teacher.table}] scores": partial(self._scores, teacher, scorer)
@@ -209,8 +212,7 @@ class Checks:
         engine = self.engine
         rollout = self.recipe.rollout.within(engine.context)
         if engine.policy_teacher is not None and engine.policy_overflow == "error":
-            config: Any = engine.model.config
-            positions = config.get_text_config().max_position_embeddings
+            positions = window_of(engine.model.config) or engine.context
             scored = [*filter(engine.problems.problem_set.is_scored, self._evaluated)]
             policy = engine.policy_teacher
             check_hinted_prompts(policy, self._problems, scored, rollout, positions)
@@ -271,6 +273,10 @@ class Checks:
     def _sampling(self, name: str) -> list[Finding]:
         return passed(name, sampling_warnings(self.recipe.rollout))
 
+    def _rows(self, name: str) -> list[Finding]:
+        check_batches(self.engine, self.recipe.rollout, self._prompts())
+        return passed(name)
+
     def _weight_sync(self, name: str) -> list[Finding]:
         check = check_weight_sync if self.sends_weights else check_loaded_weights
         engine, dtype = self.engine, self.recipe.trainer.dtype
@@ -288,14 +294,15 @@ class Checks:
         live = given(engine.teachers).watched.get(teacher)
         if live is None:
             return [Finding(name, "skipped", "its tape alone answers")]
-        # Within the run's own budget, which check_context has compared with the teachers' contexts.
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=self._scorers):
             if isinstance(live, LimitedServer) and not isinstance(scorer, OwnTokenizerScorer):
                 size, by_student = engine.loss.asked_of_teacher
                 live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in self._scored_by(teacher)[:1]:
-                prompt = engine.problems.prompt(problem)
+                # A longer one is cut or dropped in the run (`on_overflow`).
+                most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
+                prompt = engine.problems.prompt(problem)[: max(1, most)]
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
                 asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
                 (scores,) = asked.score(
@@ -429,11 +436,10 @@ def check_prompts(
     scorer: Limits = NO_LIMITS,
 ) -> None:
     """Check prompts to train on, and those of evaluations, as ``check_context`` does."""
-    raisable = config.max_model_len is not None
     for kind, asked in (("prompt", problems), ("held-out prompt", held_out)):
         if asked or not (problems or held_out):
             prompts = [tokenized.prompt(problem) for problem in asked]
-            check_context(prompts, config.max_tokens, sampler, scorer, raisable, kind)
+            check_context(prompts, config.max_tokens, sampler, scorer, config.max_model_len, kind)
 
 
 def check_context(
@@ -441,13 +447,13 @@ def check_context(
     max_tokens: int,
     sampler: Limits = NO_LIMITS,
     scorer: Limits = NO_LIMITS,
-    raisable: bool = True,
+    raisable: int | None = 0,
     kind: str = "prompt",
 ) -> None:
     """Check that the longest prompt and a full completion fit the contexts of sampler and scorer.
 
-    A teacher on vLLM reads one token less than its context. What the recipe did not set is the
-    window of the models, which is not ``raisable``.
+    A teacher on vLLM reads one token less than its context. What is below ``raisable``, which the
+    recipe set, is the window of a model or a server.
     """
     if not prompts:
         raise PreflightError("There is no prompt to sample from; check [data].")
@@ -466,7 +472,7 @@ def check_context(
                 f"raise rollout.max_model_len (a server's --max-model-len) to {needed + reserved}, "
                 "or lower rollout.max_tokens."
             )
-            if not raisable:
+            if raisable is None or limit < raisable:
                 remedy = (
                     "that is the model's window, or a server's --max-model-len: lower "
                     "rollout.max_tokens, or shorten the prompts ([data] prompt_chars)."

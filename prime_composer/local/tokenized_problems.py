@@ -12,8 +12,8 @@ from prime_composer.backends.hf_model import (
     ModelUnavailable,
     load_tokenizer,
     read_eos_token_ids,
+    window,
 )
-from prime_composer.backends.model_files import window
 from prime_composer.backends.protocols import Rollout
 from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
@@ -224,7 +224,10 @@ def context_of(
     prompts = map(tokenized.prompt, (*problem_set.practice, *problem_set.held_out))
     # A scorer on vLLM reads one token less.
     needed = max(map(len, prompts), default=0) + rollout.max_tokens + 1
+    # A teacher that reads the head of a long rollout, or leaves it out, limits nobody else.
     origins = (
-        paths.get(table) if config.model is None else config.model for table, config, _ in models
+        paths.get(table) if config.model is None else config.model
+        for table, config, _ in models
+        if getattr(config, "on_overflow", "error") == "error"
     )
     return rollout.context(needed, [window(one) for one in origins if one is not None])

@@ -6,14 +6,26 @@ embeddings are tied, and an engine that reuses key-value entries of old weights.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import nn
 
-from prime_composer.backends.hf_model import hidden_states, lm_head_weight, sequence_logprobs
+from prime_composer.backends.hf_model import (
+    hidden_states,
+    lm_head_weight,
+    pad,
+    sequence_logprobs,
+)
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.local.engine import Engine
+from prime_composer.recipe.rollout import RolloutConfig
+from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.transformers import TransformersScorer
+
+Side = Literal["left", "right"]
 
 TOLERANCES = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}
 """Largest difference in nats between the engine's and the trainer's log-prob of one token, by
@@ -23,6 +35,9 @@ float32 engines agree to 5e-6 in practice. Rounding weights and activations to b
 log-prob by 0.06 to 0.09 at random, and more for an improbable token. The stale weights that the
 check plants on purpose move it by several nats.
 """
+
+LEAST_OF_ROWS = 1e-3
+"""Least tolerance of a row alone and beside others, whose sums have another order."""
 
 PROBE_TOKENS = 8
 PROBE_PROMPT_TOKENS = 144
@@ -102,6 +117,61 @@ def check_weight_sync(
             "weight and reset the prefix cache each time."
         )
     return max(as_loaded, changed, restored)
+
+
+def check_batches(engine: Engine, rollout: RolloutConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Check the rows of every transformers model of a run, padded as its backends pad them.
+
+    The trainer and scorers pad on the right, and samplers on the left.
+
+    Raises:
+        PreflightError: as ``check_rows``.
+    """
+    longest = max(map(len, prompts)) + rollout.max_tokens
+    models = [("student", engine.model, engine.sampler.limits.max_model_len)]
+    for teacher, live in (engine.teachers.watched if engine.teachers else {}).items():
+        if isinstance(live, TransformersScorer):
+            models.append((teacher.table, live.model, live.limits.max_model_len))
+    for table, model, limit in models:
+        trains_alone = model is engine.model and not isinstance(engine.sampler, TransformersSampler)
+        sides: tuple[Side, ...] = ("right",) if trains_alone else ("right", "left")
+        check_rows(table, model, prompts, min(longest, limit or longest), sides)
+
+
+@torch.no_grad()
+def check_rows(
+    table: str,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
+    sides: Sequence[Side],
+) -> None:
+    """Check that a short sequence has the same log-probs alone and beside a ``longest`` one.
+
+    Both are padded on each of these sides. The message names the recipe's ``table`` and the model.
+
+    Raises:
+        PreflightError: they differ.
+    """
+    head = lm_head_weight(model)
+    tokens = [token % len(head) for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
+    row = (tokens * (longest // len(tokens) + 1))[:longest]
+    short = row[: max(2, min(PROBE_TOKENS * 2, longest // 2))]
+    (alone,) = sequence_logprobs(model, [short])
+    engine_dtype = str(head.dtype).removeprefix("torch.")
+    limit = max(LEAST_OF_ROWS, TOLERANCES.get(engine_dtype, 0.0))
+    for side in sides:
+        ids, mask = pad([short, row], head.device, side)
+        hidden = hidden_states(model, ids, mask)[0][mask[0].bool()]
+        own = selected_logprobs(hidden[:-1], head, ids[0][mask[0].bool()][1:, None])[:, 0]
+        moved = distance(own.float().cpu() - alone[1:], engine_dtype)
+        if not moved <= limit:
+            raise PreflightError(
+                f"[{table}] {type(model).__name__}: the log-probs of {len(short)} tokens move by "
+                f"{moved:.2g} nat (at most {limit}) beside a sequence of {longest}, padded on the "
+                f"{side}: its rows depend on their batch. Use another model, or run a teacher with "
+                'backend = "vllm", which pads nothing.'
+            )
 
 
 def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) -> list[int]:

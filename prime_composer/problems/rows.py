@@ -1,7 +1,9 @@
 """Read problems from rows: lines of a JSONL file, rows of a table, of the hub, or from Python."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -174,9 +176,15 @@ def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
         ) from None
     if is_missing(value):
         return ""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return str(value)
+    if isinstance(value, Real | Decimal) and not isinstance(value, bool):
+        return _written(value)
     return _text(value, config.answer_key, "answer_key")
+
+
+def _written(number: Real | Decimal) -> str:
+    """Return a number as people write it: pandas makes 57 a float where another row has none."""
+    value: Any = number
+    return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
 
 
 def _system(row: Mapping[str, Any], column: str) -> str:

@@ -39,7 +39,7 @@ class Backend(NamedTuple):
 
 BUILT_IN = {
     "vllm": Backend(serves=False, within_positions=True, libraries=("vllm",), any_thread=False),
-    "transformers": Backend(serves=False, within_positions=False),
+    "transformers": Backend(serves=False, within_positions=True),
     "server": Backend(serves=True, within_positions=False, libraries=("httpx",)),
 }
 """The package's own backends, by the name that a recipe gives."""

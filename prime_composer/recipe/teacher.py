@@ -93,9 +93,9 @@ class TeacherConfig(ModelConfig):
     `my_package.my_module:MyScorer`. Unset: the rollout's backend."""
 
     url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
-    """Base URL of a running vLLM server. Implies backend 'server'. A server in bfloat16 computes
-    bfloat16 logits, so its log-probs are rounded to about 3 significant digits. For float32 logits,
-    start it with `--hf-overrides '{"head_dtype": "float32"}'`."""
+    """Base URL of a running vLLM server. Implies backend 'server'. A plain server in bfloat16
+    rounds its logits to about 3 significant digits. `prime-rl teacher` does not, nor one with
+    `--hf-overrides '{"head_dtype": "float32"}'`."""
 
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
@@ -140,7 +140,8 @@ class TeacherConfig(ModelConfig):
             "prime-rl ends its run on a sequence that its teacher refuses", ("error",)
         ),
     )
-    """What to do with a rollout that is longer than the teacher's window, with its prompt or hint:
+    """What to do with a rollout that is longer than the teacher's window, with its prompt or hint,
+    which is the smaller one of `rollout.max_model_len` and the model's own:
     end the run; `score_head`: train on what fits and mask the rest; `drop`: leave the rollout out.
     `rollout/teacher_cut` and `rollout/teacher_dropped` are their shares of a step."""
 

@@ -12,6 +12,7 @@ from prime_composer.backends.alignment import (
     make_rollout,
 )
 from prime_composer.backends.hf_model import (
+    float32_head,
     lm_head_weight,
     pad,
     read_eos_token_ids,
@@ -98,10 +99,11 @@ class TransformersSampler(LoadedModel):
             (index, list(prompt)) for index, prompt in enumerate(prompts) for _ in range(params.n)
         ]
         rollouts = []
-        for first in range(0, len(jobs), self.batch_size):
-            rollouts.extend(
-                self._generate_batch(jobs[first : first + self.batch_size], params, generator)
-            )
+        with float32_head(self.model):
+            for first in range(0, len(jobs), self.batch_size):
+                rollouts.extend(
+                    self._generate_batch(jobs[first : first + self.batch_size], params, generator)
+                )
         return rollouts
 
     def update_weights(self, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, NoTables, Room, all_rows
+from prime_composer.scoring.head import head_dtype_of
 from prime_composer.scoring.kinds import KINDS, register_named
 from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
 from prime_composer.scoring.requests import (
@@ -136,6 +137,7 @@ def facts_of(model_config: Any) -> Facts:
         kinds=list(KINDS),
         vllm=vllm.__version__,
         limits=limits_of(model_config.max_model_len),
+        head_dtype=head_dtype_of(model_config),
     )
 
 

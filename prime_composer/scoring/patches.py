@@ -15,8 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from prime_composer.lm_head import head_logits
 from prime_composer.scoring.head import read_head
 from prime_composer.scoring.kinds import register_named
 from prime_composer.scoring.pair_tables import take_tables
@@ -145,6 +147,29 @@ def patch_processor(module: ModuleType) -> None:
     processor._update_prompt_logprobs = _update_prompt_logprobs
 
 
+def patch_logits(module: ModuleType) -> None:
+    """Let ``LogitsProcessor`` keep float32 sums without a float32 copy of the head on a CPU.
+
+    A quantized head multiplies as it does without ``head_dtype``, where vLLM's ends the engine.
+    """
+    processor: Any = module.LogitsProcessor
+    theirs = getattr(processor, "_apply_head", None)
+    if theirs is None:  # an older vLLM, whose head always has the model's dtype
+        return
+
+    def _apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Any) -> Tensor:
+        if self.head_dtype == torch.float32 and hidden_states.dtype != torch.float32:
+            if not type(lm_head.quant_method).__name__.startswith("Unquantized"):
+                self.head_dtype = None
+            elif not hidden_states.is_cuda:
+                logits = head_logits(hidden_states, lm_head.weight)
+                return logits if embedding_bias is None else logits + embedding_bias
+        found: Tensor = theirs(self, lm_head, hidden_states, embedding_bias)
+        return found
+
+    processor._apply_head = _apply_head
+
+
 def patch_worker(module: ModuleType) -> None:
     """Give vLLM's workers the methods that read the output head, and keep tables."""
     setattr(module.WorkerBase, HEAD_METHOD, read_head)
@@ -166,12 +191,14 @@ LAYOUTS = (
             },
             "vllm.v1.worker.gpu_worker": {"Worker.get_model": ("self",)},
             "vllm.v1.worker.worker_base": {"WorkerBase.get_model": ("self",)},
+            "vllm.model_executor.layers.logits_processor": {},
         },
         {
             "vllm.v1.worker.gpu_model_runner": patch_runner,
             "vllm.v1.engine.logprobs": patch_processor,
             "vllm.v1.worker.gpu_worker": patch_loads,
             "vllm.v1.worker.worker_base": patch_worker,
+            "vllm.model_executor.layers.logits_processor": patch_logits,
         },
     ),
 )  # fmt: skip

@@ -26,6 +26,9 @@ HEAD_PATH = "/v1/prime_composer/head"
 TABLES_PATH = "/v1/prime_composer/tables"
 """Below /v1, so that the server's API key guards them."""
 
+FLOAT32_HEAD = {"head_dtype": "float32"}
+"""vLLM's ``hf_overrides`` for float32 sums of the head's products, also in half precision."""
+
 DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 """Name in a response -> NumPy's. NumPy has no bfloat16: its bits come as integers."""
 
@@ -140,6 +143,7 @@ class Facts(msgspec.Struct):
         limits: of a request. None: an older server, which does not say.
         fingerprint: of the engine's process that computed the rows, and of its last load of
             weights. None: an older server, or a response without rows.
+        head_dtype: of the logits. None: an older server, or a quantized model, whose head may be.
     """
 
     model: str
@@ -151,6 +155,7 @@ class Facts(msgspec.Struct):
     vllm: str
     limits: Limits | None = None
     fingerprint: str | None = None
+    head_dtype: str | None = None
 
     def change(self, now: "Facts") -> str:
         """Say how the model of a later response differs; empty for the same model.

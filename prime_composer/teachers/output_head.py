@@ -3,7 +3,9 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
@@ -48,7 +50,7 @@ class OutputHead:
         return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
 
     def of_teacher(self, origin: str) -> TeacherHead:
-        """Return the head in the dtype that the server multiplies in.
+        """Return the head, with the dtype that the server multiplies in.
 
         Args:
             origin: the server in words, for messages.
@@ -56,17 +58,33 @@ class OutputHead:
         Raises:
             InvalidAnswer: weight or bias is not finite.
         """
-        dtype = DTYPES_BY_NAME[self.facts.computed_in]
-        head = TeacherHead(
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-            self.facts.scale,
-            self.facts.softcap,
-            TOLERANCES[self.facts.computed_in],
-            origin,
+        head = teacher_head(
+            DTYPES_BY_NAME[self.facts.computed_in],
+            self.weight,
+            self.bias,
+            scale=self.facts.scale,
+            softcap=self.facts.softcap,
+            tolerance=TOLERANCES[self.facts.computed_in],
+            origin=origin,
         )
         head.refuse_non_finite("weight", head.weight)
         return head
+
+
+def teacher_head(
+    computed_in: torch.dtype,
+    weight: Float[Tensor, "v d"],
+    bias: Float[Tensor, " v"] | None,
+    **others: Any,
+) -> TeacherHead:
+    """Return the head of a teacher that multiplies in this dtype.
+
+    Products of half precision are exact in float32, so that such a weight stays as it is.
+    """
+    if computed_in == torch.float32:
+        return TeacherHead(weight, bias, **others)
+    bias = None if bias is None else bias.to(computed_in)
+    return TeacherHead(weight.to(computed_in), bias, rounded_to=computed_in, **others)
 
 
 def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:

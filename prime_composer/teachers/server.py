@@ -85,6 +85,11 @@ class ServerScorer(Server):
         return None if self.client.facts is None else self.client.facts.dtype
 
     @property
+    def head_dtype(self) -> str | None:
+        """The dtype of the logits by the plugin; None where it does not say."""
+        return None if self.client.facts is None else self.client.facts.head_dtype
+
+    @property
     def starts(self) -> int | None:
         """How many starts of the server its responses have named; None where they name none."""
         return self._client.known.starts

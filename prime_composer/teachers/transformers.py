@@ -26,7 +26,7 @@ from prime_composer.backends.hf_model import (
 from prime_composer.backends.protocols import Rollout
 from prime_composer.backends.transformers import LoadedModel
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.lm_head import head_logits, selected_logprobs
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.scoring.kinds import largest
 
@@ -153,7 +153,7 @@ def top_logprobs(
     ids, logprobs = [], []
     rows = max(1, LOGITS_BUDGET // weight.shape[0])
     for first in range(0, max(len(states), 1), rows):
-        block = torch.log_softmax((states[first : first + rows] @ weight.T).float(), dim=-1)
+        block = torch.log_softmax(head_logits(states[first : first + rows], weight), dim=-1)
         label_ids = labels[first : first + rows, None]
         top_values, top_ids = largest(block, k)
         ids.append(torch.cat([label_ids, top_ids], dim=1))

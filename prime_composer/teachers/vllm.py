@@ -30,6 +30,7 @@ from prime_composer.scoring.kinds import (
     SupportKind,
 )
 from prime_composer.scoring.worker import RowsRequest, read_payload
+from prime_composer.teachers.output_head import teacher_head
 
 
 class VLLMScorer:
@@ -48,6 +49,7 @@ class VLLMScorer:
         KINDS.setdefault(kind.name, kind)
         self._kind = kind
         self._engine = VLLMEngine(model, **arguments)
+        self.head_dtype = self._engine.head_dtype
 
     @property
     def limits(self) -> Limits:
@@ -133,12 +135,12 @@ class VLLMScorer:
                 'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
             )
         (head,) = heads
-        dtype = head.computed_in
-        return TeacherHead(
-            head.weight.to(dtype),
-            None if head.bias is None else head.bias.to(dtype),
-            head.scale,
-            head.softcap,
+        return teacher_head(
+            head.computed_in,
+            head.weight,
+            head.bias,
+            scale=head.scale,
+            softcap=head.softcap,
             origin=f"The engine of {self._engine.model}",
         )
 

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
+from prime_composer.backends.hf_model import (
+    check_plain_head,
+    fix_frequencies,
+    float32_head,
+    lm_head_weight,
+)
 from prime_composer.contract import Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
@@ -91,6 +96,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         student = self._student(self.model)
         with _in_eval_mode(student):
             check_plain_head(student)
+        fix_frequencies(student, getattr(self.args, "vllm_max_model_length", None))
         self.loss_config = config
         self.loss_fn = setup_loss_fn(config)
         self.scorer = open_teacher(teacher_model, self.args, self.accelerator.device, logger.info)
@@ -149,7 +155,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Sample completions as trl does, and have all of them scored at once."""
-        batch = super()._generate_and_score_completions(inputs)
+        with float32_head(self._student(self.model)):
+            batch = super()._generate_and_score_completions(inputs)
         return batch | {SCORES: self._scores(batch)}
 
     def _scores(self, batch: Mapping[str, Any]) -> list[Scores]:

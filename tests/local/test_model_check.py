@@ -16,12 +16,11 @@ import tomli_w
 import torch
 
 from prime_composer.backends import model_files
-from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
+from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model, window
 from prime_composer.cli.commands import main
 from prime_composer.local.run_dir.model_check import (
     check_models,
     in_table,
-    positions,
     warnings_of_paths,
 )
 from prime_composer.recipe.loading import parse_recipe
@@ -122,41 +121,57 @@ def test_file_in_the_place_of_a_folder_is_refused(folder: Path, tiny_recipe: Raw
     assert "is a file; name the folder that it is in" in message
 
 
-def test_context_beyond_the_positions_is_refused(folder: Path, tiny_recipe: Raw) -> None:
-    """vLLM refuses it after a minute, in pydantic's words. Other engines do not need it."""
-    raw = tiny_recipe(student={"model": str(folder)}, rollout__max_model_len=2048)
-    check_models(parse_recipe(raw))
-    raw["rollout"]["backend"] = "vllm"
-    message = refusal(raw)
-    assert "has 256 positions and rollout.max_model_len is 2048" in message
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_context_beyond_the_positions_is_refused(
+    backend: str, folder: Path, tiny_recipe: Raw
+) -> None:
+    """A student trains here whatever samples. vLLM says it after a minute, in pydantic's words."""
+    own = {"rollout__max_model_len": 2048, "rollout__backend": backend}
+    raw = tiny_recipe(student={"model": str(folder)}, **own)
+    assert "has 256 positions and rollout.max_model_len is 2048" in refusal(raw)
     raw["student"] = {"prepare": {**TINY_RECIPE["student"]["prepare"]}}
     assert refusal(raw).startswith("[student.prepare] has 256 positions")
+    raw["rollout"]["max_model_len"] = 256
+    raw["teacher"] = {"model": str(folder)}
+    check_models(parse_recipe(raw))
 
 
-ROPES: list[tuple[Any, int | None]] = [
-    ({"rope_type": "yarn", "factor": 4.0}, None),
-    # As in the documentation of Qwen2.5.
-    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, None),
-    ({"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_theta": 1e4}}, None),
-    ({"factor": 4.0}, None),
-    ("dynamic", None),
-    ({"type": ["yarn"]}, None),
+FACTORS: list[tuple[dict[str, Any], int]] = [
     ({"rope_type": "default", "rope_theta": 1e6}, 256),
-    ({"rope_theta": 1e6}, 256),
-    ({"full_attention": {"rope_theta": 1e6}}, 256),
-    (None, 256),
+    ({"rope_type": "linear", "factor": 4.0}, 1024),
+    ({"type": "linear", "factor": 4.0}, 1024),
+    ({"rope_type": "dynamic", "factor": 2.0}, 512),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
 ]
 
 
-@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(("rope", "limit"), ROPES, ids=range(len(ROPES)))
-def test_positions_of_a_scaled_model_are_not_read(
-    rope: Any, limit: int | None, name: str, tmp_path: Path
-) -> None:
-    """YaRN and its like lengthen the context by a rule of the engine's own."""
-    config = {"max_position_embeddings": 256, name: rope}
+@pytest.mark.parametrize(("rope", "limit"), FACTORS, ids=range(len(FACTORS)))
+def test_window_of_scaled_positions_is_vllms(rope: Any, limit: int, tmp_path: Path) -> None:
+    """A factor lengthens linear and dynamic positions; YaRN's config has the long one already."""
+    config = {"model_type": "llama", "max_position_embeddings": 256, "rope_scaling": rope}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert positions(tmp_path) == limit
+    assert window(tmp_path) == limit
+
+
+WINDOWS = [
+    ({"model_type": "gpt2", "n_positions": 48}, 48),
+    ({"model_type": "gptj", "n_positions": 48}, 48),
+    ({"model_type": "mpt", "max_seq_len": 48}, 48),
+    ({"model_type": "opt", "max_position_embeddings": 48}, 48),
+    ({"model_type": "mistral", "max_position_embeddings": 48, "sliding_window": 16}, 48),
+    ({"model_type": "gemma3", "text_config": {"max_position_embeddings": 48}}, 48),
+    ({"model_type": "bloom"}, None),
+    ({"model_type": "mamba"}, None),
+]
+
+
+@pytest.mark.parametrize(("config", "limit"), WINDOWS, ids=[c["model_type"] for c, _ in WINDOWS])
+def test_window_is_read_by_the_names_of_the_model(
+    config: dict[str, Any], limit: int | None, tmp_path: Path
+) -> None:
+    """transformers knows what a model's config calls it, and which ones have none."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert window(tmp_path) == limit
 
 
 def test_model_of_a_server_is_left_alone(tiny_recipe: Raw) -> None:

@@ -268,9 +268,13 @@ def test_a_probe_changes_no_weight_and_writes_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bfloat16_teacher_is_recognized(tiny_recipe):
+def test_a_bfloat16_teacher_is_recognized(tiny_recipe, monkeypatch):
+    """One that rounds its logits, as a plain server does. A teacher in this process does not."""
     raw = tiny_recipe()
     raw["teacher"] = {**raw["teacher"], "dtype": "bfloat16"}
+    assert probed(raw).teachers["teacher"].head_bfloat16 is False
+    rounds = lambda states, weight: (states @ weight.T).float()  # noqa: E731
+    monkeypatch.setattr("prime_composer.teachers.transformers.head_logits", rounds)
     report = probed(raw)
     assert report.teachers["teacher"].head_bfloat16 is True
     assert any("rounded to bfloat16" in text for text in report.recommendations)

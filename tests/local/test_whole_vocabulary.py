@@ -24,6 +24,7 @@ from prime_composer.recipe.schema import RecipeError, TrainerConfig
 from prime_composer.step.batch import Batch, Pair, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.student_forward import student_inputs
+from prime_composer.teachers.output_head import teacher_head
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import VOCAB, random_samples, run, sample, tiny_models
 from tests.local.test_several_teachers import open_run, raw
@@ -223,9 +224,11 @@ def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None
     """What a bfloat16 server calls its distribution is that of rounded logits."""
     samples = with_states(random_samples(LENGTHS, k=1), [[0.0, 1.0]] * 4)
     weight = samples[0].scores.hidden[0].head.weight.bfloat16()
-    logits = TeacherHead(weight).over(samples[0].scores.hidden[0].states)
+    states = samples[0].scores.hidden[0].states
+    logits = teacher_head(torch.bfloat16, weight, None).over(states)
     assert logits.rounded_to == torch.bfloat16 and logits.hidden.dtype == torch.bfloat16
-    assert TeacherHead(weight.float()).over(samples[0].scores.hidden[0].states).rounded_to is None
+    kept = teacher_head(torch.float32, weight, None).over(states)
+    assert kept.rounded_to is None and kept.weight is weight
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,32 @@ def test_bare_reference_is_read_by_math_verify(answer: Any) -> None:
     problem = problem_of_row({"question": "q", "answer": answer}, config)
     assert is_correct("The answer is 42.", problem, config)
     assert not is_correct("The answer is 43.", problem, config)
+
+
+WRITTEN = [
+    (57.0, "57"),
+    (np.float64(57.0), "57"),
+    (np.float32(-3.0), "-3"),
+    (np.int64(57), "57"),
+    (Decimal("57.00"), "57"),
+    (1e16, "10000000000000000"),
+    (57.5, "57.5"),
+    (Decimal("0.10"), "0.10"),
+]
+
+
+@pytest.mark.parametrize(("answer", "written"), WRITTEN)
+@pytest.mark.parametrize("metric", ["exact", "contains"])
+def test_number_of_a_table_is_read_as_people_write_it(
+    answer: Any, written: str, metric: str
+) -> None:
+    """pandas makes a column of integers floats where one is missing, and parquet has decimals."""
+    from prime_composer.problems.answers import is_correct
+
+    config = DataConfig(source="rows", metric=metric)
+    problem = problem_of_row({"question": "q", "answer": answer}, config)
+    assert problem.answer == written
+    assert is_correct(written, problem, config)
 
 
 @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ""}, {"answer": math.nan}])

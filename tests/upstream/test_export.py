@@ -216,6 +216,43 @@ def test_export_tells_a_loss_with_dialects_which_one(version, loss):
     assert table["trainer"]["loss"]["kwargs"]["dialect"] == DIALECTS[version]
 
 
+SUMS = {
+    "default_of_mix": ({"rl_mix": {"kd": 0.5, "loss": {"type": "ipo"}}}, ["rl_mix"]),
+    "channels": (
+        {
+            "type": "compose",
+            "rl": {"loss": {"type": "ipo", "ipo_threshold": 0.2}},
+            "distillation": {"a.b": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
+        },
+        ["rl", "distillation/a.b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("sum_", "places"), SUMS.values(), ids=SUMS)
+def test_export_tells_each_term_of_a_sum_its_dialect(version, sum_, places):
+    """prime-rl's trainer parses the table alone, so that an inner loss has no other word on it."""
+    loss = {"type": "topk_reverse_kl", **sum_}
+    raw = {**tables(), "loss": loss, "rollout": {**tables()["rollout"], "group_size": 2}}
+    kwargs = export_recipe(parse_recipe(raw), version).table["trainer"]["loss"]["kwargs"]
+    for place in places:
+        inner = kwargs
+        for key in [*place.split("/"), "loss"]:
+            inner = inner[key]
+        assert inner["dialect"] == DIALECTS[version]
+    parse_loss_table({name: kwargs[name] for name in loss})
+
+
+def test_export_keeps_the_dialect_of_an_inner_loss():
+    """A recipe's own word wins."""
+    raw = {**tables(), "rollout": {**tables()["rollout"], "group_size": 2}}
+    inner = {"type": "ipo", "dialect": "v0.7"}
+    raw["loss"] = {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5, "loss": inner}}
+    kwargs = export_recipe(parse_recipe(raw), "main").table["trainer"]["loss"]["kwargs"]
+    assert kwargs["rl_mix"]["loss"]["dialect"] == "v0.7"
+
+
 @pytest.mark.parametrize("name", [*VERSIONS, "v0_6", "v0_7", "v0_8", "v0_9"])
 def test_every_spelling_of_a_version_is_read_everywhere(name):
     """By --dialect, by the loss, and as a table of native settings."""

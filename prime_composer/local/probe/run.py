@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
 from prime_composer.backends.cpu_guard import all_cores
+from prime_composer.backends.hf_model import window_of
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
@@ -358,14 +359,13 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
         size, hidden = asked_for(k)
         return policy.score([sample.rollout for sample in own], prompts, size, hidden=hidden)
 
-    config: Any = engine.model.config
     return Target(
         table="teacher",
         facts=ModelFacts(
             f"the policy, hint {policy.config.hint!r}",
             "transformers",
             "float32",
-            context=config.get_text_config().max_position_embeddings,
+            context=window_of(engine.model.config),
             vocabulary=engine.vocab_size,
             largest_k=engine.vocab_size,
         ),

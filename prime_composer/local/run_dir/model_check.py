@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.hf_model import ModelUnavailable, window
 from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,
-    positions,
     read_json,
     why_not_on_hub,
 )
@@ -44,7 +43,6 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
     for table, config, backend in local_models(recipe):
         # Unset, it becomes what the models can read.
         longest = recipe.rollout.max_model_len or 0
-        longest = longest if backend_of(backend).within_positions else 0
         if isinstance(config.prepare, PrepareConfig):
             limit: int | None = config.prepare.max_position_embeddings
             origin = f"[{table}.prepare]"
@@ -55,8 +53,9 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
                 raise RecipeError(f"{origin} {reason}")
             if isinstance(config.prepare, DamagedConfig):
                 _check_layers(config.prepare, table)
-            limit = positions(Path(model))
-        if limit is not None and limit < longest:
+            limit = window(model) if longest else None
+        # A teacher's own window is its limit, and `on_overflow` says what is beyond it.
+        if table == "student" and limit is not None and limit < longest:
             raise RecipeError(
                 f"{origin} has {limit} positions and rollout.max_model_len is {longest}, which "
                 f"{backend} refuses: set it to at most {limit}"

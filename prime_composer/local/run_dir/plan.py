@@ -9,9 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.hf_model import load_tokenizer, read_config, shapes
+from prime_composer.backends.hf_model import load_tokenizer, read_config, shapes, window_of
 from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
+from prime_composer.local.opening import room_of
 from prime_composer.local.preflight import (
     binding,
     check_hinted_prompts,
@@ -283,7 +284,7 @@ def check_sequences(
     if recipe.replay.path is not None:
         read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)
     held_out = problems.held_out[: recipe.eval.largest]
-    limits = context(rollout.backend, rollout)
+    limits = context(rollout.backend, rollout, folder)
     check_prompts(tokenized, problems.practice, held_out, recipe.rollout, sampler=limits)
     student = read_config(folder).get_text_config()
     teacher = recipe.teacher
@@ -291,7 +292,7 @@ def check_sequences(
         # The weights are not read: "live" copies none.
         live = teacher.policy.model_copy(update={"update": "live"})
         policy = PolicyTeacher(live, problems.sources, nn.Module(), tokenizer)
-        positions = student.max_position_embeddings
+        positions = window_of(student) or rollout.context()
         scored = [*filter(problems.is_scored, held_out)]
         check_hinted_prompts(policy, problems.practice, scored, rollout, positions)
     longest = max(len(tokenized.prompt(problem)) for problem in (*problems.practice, *held_out))
@@ -301,7 +302,7 @@ def check_sequences(
     )
     scored_problems, evaluated = route(routing, problems.practice), route(routing, held_out)
     for scorer, config in readers.items():
-        limits = context(config.runs_on(rollout.backend), rollout)
+        limits = context(config.runs_on(rollout.backend), rollout, folders[scorer.table])
         limits = binding(limits, config.on_overflow)
         support_size, _ = recipe.loss.asked_of_teacher
         if config.tokenizer == "own":  # its window counts its own tokens: the preflight looks
@@ -329,6 +330,8 @@ def compare_with_teacher(
     return [f"warning: {warning}" for warning in warnings]
 
 
-def context(backend: str, config: RolloutConfig) -> Limits:
-    """Return the context that the recipe gives a backend. A server has one of its own."""
-    return Limits(None if backend_of(backend).serves else config.context())
+def context(backend: str, config: RolloutConfig, model: Path | None) -> Limits:
+    """Return the context that the recipe gives a model. A server has one of its own."""
+    if backend_of(backend).serves:
+        return Limits(None)
+    return Limits(config.context() if model is None else room_of(backend, model, config.context()))

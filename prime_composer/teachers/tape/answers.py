@@ -18,6 +18,7 @@ from torch import Tensor
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.teachers.client import Beside
+from prime_composer.teachers.output_head import teacher_head
 from prime_composer.teachers.tape.store import Note, Record
 from prime_composer.teachers.watch import known_rollout
 
@@ -180,6 +181,7 @@ def head_record(head: TeacherHead) -> Record:
     for name in ("softcap", "scale", "tolerance"):
         if (value := getattr(head, name)) is not None:
             tensors[name] = torch.tensor(value, dtype=torch.float64)
+    tensors["rounded"] = torch.tensor(head.rounded_to is not None)
     content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     return Record(Note(HEAD_KEY, HEAD, 0, False, 0), content)
 
@@ -190,7 +192,10 @@ def head_of_bytes(content: bytes, origin: str) -> TeacherHead:
     numbers = {
         name: tensors[name].item() for name in ("softcap", "scale", "tolerance") if name in tensors
     }
-    return TeacherHead(tensors["weight"], tensors.get("bias"), **numbers, origin=origin)
+    weight = tensors["weight"]
+    # The half-precision heads of older tapes, which do not say, all rounded.
+    dtype = weight.dtype if tensors.get("rounded", True) else torch.float32
+    return teacher_head(dtype, weight, tensors.get("bias"), **numbers, origin=origin)
 
 
 def known_record(rollout: Rollout, scores: Scores) -> Record:

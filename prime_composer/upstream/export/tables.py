@@ -1,15 +1,17 @@
 """Translate a recipe into the tables of prime-rl's TOML."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.model_files import window
+from prime_composer.backends.hf_model import window
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.model import LoraConfig
 from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
+from prime_composer.tables import Table
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
@@ -193,10 +195,11 @@ def adapter(lora: LoraConfig) -> dict[str, Any]:
 
 
 def loss_table(plan: Plan) -> dict[str, Any]:
-    """Return the loss as the recipe sets it, and its knob ``dialect`` where it has one."""
+    """Return the loss as the recipe sets it, and the knob ``dialect`` of each loss that has one."""
     loss = plan.recipe.loss
     set_by_recipe = loss.model_dump(exclude_unset=True, exclude_none=True)
     table = {"type": loss.type, **plain(set_by_recipe)}
+    name_dialects(table, loss, plan.version.name)
     if plan.teachers_mixed:
         table[FILE_KEY] = True  # prime-rl alone would query the wrong teacher without any error
     if loss.compares_with_teacher:
@@ -206,9 +209,22 @@ def loss_table(plan: Plan) -> dict[str, Any]:
     tokenizers = plan.tokenizers
     if tokenizers:
         table[TOKENIZERS_KEY] = tokenizers
-    if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
-        table["dialect"] = dialect_of(plan.version.name)
     return table
+
+
+def name_dialects(table: dict[str, Any], config: Any, version: str) -> None:
+    """Write a version's dialect into the table of each loss within ``config``, in place.
+
+    A recipe's own dialect stays. A loss that the recipe leaves to its default gets a table.
+    """
+    for name, value in dict(config).items():
+        if isinstance(value, Table | Mapping):
+            inner = dict(table.get(name, {}))
+            name_dialects(inner, value, version)
+            table |= {name: inner} if inner else {}
+    if isinstance(config, LossConfig) and "dialect" in type(config).model_fields:
+        if "dialect" not in config.model_fields_set:
+            table |= {"type": config.type, "dialect": dialect_of(version)}
 
 
 def scheduler(config: TrainerConfig) -> dict[str, Any]:
