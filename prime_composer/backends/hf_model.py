@@ -1,7 +1,7 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,9 +90,16 @@ def read_config(model: str | Path) -> Any:
 def window(model: str | Path) -> int | None:
     """Return ``window_of`` a model on this machine; None for one that is not, or not readable."""
     try:
-        return None if fingerprint(str(model)) is None else window_of(read_config(model))
-    except (OSError, ModelUnavailable):  # whoever opens the model says so
-        return None
+        if fingerprint(str(model)) is None:
+            return None
+        return window_of(read_config(model))
+    except ModelUnavailable:  # of a type that transformers does not know, if it is one at all
+        generic = import_transformers().PreTrainedConfig
+        with suppress(OSError, ValueError):
+            return window_of(generic.from_pretrained(str(model)))
+    except OSError:  # a name that no file can have; whoever opens the model says so
+        pass
+    return None
 
 
 def window_of(config: Any) -> int | None:

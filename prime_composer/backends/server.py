@@ -20,11 +20,11 @@ A server answers in JSON, about 1 MB for 256 tokens at K = 64: several times slo
 in this process.
 
 A teacher served in bfloat16 also computes its logits in bfloat16, rounded to 8 significant bits: up
-to 0.016 nat off for logits of 4 to 8, 0.06 for 16 to 32, and likewise its log-probs. ``--hf-overrides
-'{"head_dtype": "float32"}'``, which ``prime-rl teacher`` adds, keeps float32 sums. Run with vLLM
-0.32 on a CPU with ``dtype="bfloat16"``: without the option every logit is a bfloat16 number, with
-it they are float32 numbers within half a unit in the last place of those. Weights and hidden states
-stay bfloat16.
+to 0.016 nat off for logits of 4 to 8, 0.06 for 16 to 32, and likewise its log-probs.
+``--hf-overrides '{"head_dtype": "float32"}'``, which ``prime-rl teacher`` adds, keeps float32 sums.
+Run with vLLM 0.32 on a CPU with ``dtype="bfloat16"``: without the option every logit is a bfloat16
+number, with it they are float32 numbers within half a unit in the last place of those. Weights and
+hidden states stay bfloat16.
 """
 
 import json

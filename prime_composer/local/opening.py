@@ -180,7 +180,8 @@ def open_engine(
             sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.
-        fix_frequencies(model, sampler.limits.max_model_len or rollout.context())
+        length = getattr(sampler.limits, "max_model_len", None) or rollout.context()
+        fix_frequencies(model, length)
         if resumes or latent is not None or (lora is not None and lora.start is not None):
             sampler.update_weights(model)
         engine = Engine(

@@ -88,7 +88,7 @@ def find_head(model: nn.Module) -> Head:
 
 def head_dtype_of(config: Any) -> str | None:
     """Return the dtype of the logits by vLLM's model config; None where it does not say."""
-    if config.quantization is not None or not hasattr(config, "head_dtype"):
+    if getattr(config, "quantization", None) or not hasattr(config, "head_dtype"):
         return None
     return str(config.head_dtype).removeprefix("torch.")
 

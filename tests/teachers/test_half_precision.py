@@ -29,6 +29,7 @@ from prime_composer.step.batch import Sample
 from prime_composer.step.student_forward import autocast, student_inputs
 from prime_composer.teachers.output_head import teacher_head
 from prime_composer.teachers.policy import students_choice
+from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.tape.answers import head_of_bytes, head_record
 from prime_composer.teachers.transformers import TransformersScorer
 from tests.tiny_qwen import make_model
@@ -153,6 +154,25 @@ def test_bfloat16_vllm_gives_the_gradient_of_float64(
     (one, *_) = scorer.score(rollouts, K, hidden=True)
     scorer.close()
     assert one.hidden[0].head.rounded_to == torch.bfloat16
+
+
+@pytest.mark.vllm
+def test_bfloat16_server_gives_the_gradient_of_float64(
+    rollouts: list[Rollout], tmp_path: Path
+) -> None:
+    """`prime-rl teacher` adds the option, and its facts say so."""
+    from tests.vllm_process import TeacherProcess, save_tokenizer
+
+    model = make_model(True, 0, **WIDE).bfloat16()
+    model.save_pretrained(tmp_path / "teacher")
+    save_tokenizer(tmp_path / "teacher", VOCAB)
+    with TeacherProcess(
+        tmp_path / "teacher", tmp_path / "server.log", "--dtype", "bfloat16"
+    ) as server:
+        scorer = ServerScorer(server.url)
+        assert (scorer.dtype, scorer.head_dtype) == ("bfloat16", "float32")
+        check_scorer(scorer, model, rollouts)
+        scorer.close()
 
 
 def sampled(sampler: TransformersSampler, folder: Path) -> None:
