@@ -19,7 +19,7 @@ from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
-from prime_composer.local.run_dir.model_check import in_table, local_models
+from prime_composer.local.run_dir.model_check import check_backend, in_table, local_models
 from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems, context_of
 from prime_composer.local.weight_sync import TOLERANCES
@@ -137,6 +137,9 @@ def open_engine(
         lora = None if teachers_alone else recipe.student.lora
         weights = student_dir if student_dir is not None and lora is None else origin
         model, tokenizer = _load_student(load, weights, student_dir or origin, status)
+        if not teachers_alone:
+            with in_table("student"):
+                check_backend(model, recipe.rollout.backend, recipe.trainer.dtype, trains=True)
         latent = None if teachers_alone else _round(model, recipe.student)
         adapter = None
         if lora is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from prime_composer.backends.hf_model import try_saving
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.contract import given
 from prime_composer.local.engine import Engine
@@ -166,6 +167,7 @@ class Checks:
             "objective": self._objective,
             "context": self._context,
             **self.vocabularies(),
+            "checkpoint": self._checkpoint,
             "sampling": self._sampling,
             WEIGHT_SYNC: self._weight_sync,
             **{
@@ -267,6 +269,10 @@ class Checks:
                 )
             warnings.append(f"{not_compared}; {remedy}.")
         return warnings
+
+    def _checkpoint(self, name: str) -> list[Finding]:
+        try_saving(self.engine.stored, self.engine.problems.tokenizer)
+        return passed(name)
 
     def _sampling(self, name: str) -> list[Finding]:
         return passed(name, sampling_warnings(self.recipe.rollout))
