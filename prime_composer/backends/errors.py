@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from prime_composer.extras import pip_install, requirement
 
 
@@ -60,6 +62,8 @@ class BackendFailed(ValueError):
 
 def own_words(error: BaseException) -> str:
     """Return the first line of an error's message, for a sentence; its class where it has none."""
+    if isinstance(error, ValidationError):  # whose first line is a count
+        error = ValueError("; ".join(one["msg"] for one in error.errors()))
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[0].split()).rstrip(".")[:300]
 
@@ -80,9 +84,11 @@ def library_errors(table: str, library: str, work: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError, ImportError, MemoryError, Refused, NotWanted):
+    except (OSError, ImportError, MemoryError, Refused, NotWanted):
         raise
     except Exception as error:
+        if isinstance(error, ValueError) and not isinstance(error, ValidationError):
+            raise
         raise BackendFailed(
             f"{table} {library} could not {work} ({type(error).__name__}: {own_words(error)}): it "
             "may not support this architecture here; choose another backend or model"

@@ -137,9 +137,6 @@ def open_engine(
         lora = None if teachers_alone else recipe.student.lora
         weights = student_dir if student_dir is not None and lora is None else origin
         model, tokenizer = _load_student(load, weights, student_dir or origin, status)
-        if not teachers_alone:
-            with in_table("student"):
-                check_backend(model, recipe.rollout.backend, recipe.trainer.dtype, trains=True)
         latent = None if teachers_alone else _round(model, recipe.student)
         adapter = None
         if lora is not None:
@@ -163,6 +160,8 @@ def open_engine(
             sampler: Sampler = NoSampler()
         else:
             status(f"opening the {rollout.backend} sampler")
+            with in_table("student"):
+                check_backend(model, rollout.backend, spec.dtype, trains=True)
             sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         if resumes or latent is not None or (lora is not None and lora.start is not None):

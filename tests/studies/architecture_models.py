@@ -89,6 +89,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
             "conv_dim": 64,
+            "block_dim": 64,
+            "block_ff_dim": 96,
             "tie_word_embeddings": True,
         },
     ),

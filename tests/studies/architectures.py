@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,9 +279,12 @@ def compare_numbers(own: Path, partner: Path, numbers: Path) -> dict[str, float]
     transformers = import_transformers()
 
     def load(folder: Path) -> Any:
-        # Products of grouped experts have no float64.
+        # Products of grouped experts have no float64, and fused attention leaves caps out.
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, experts_implementation="eager"
+            folder,
+            dtype=torch.float64,
+            experts_implementation="eager",
+            attn_implementation="eager",
         ).eval()
 
     taken, net, nats = torch.load(numbers, weights_only=False), load(own), {}
@@ -360,13 +363,40 @@ def fill_here(name: str, cell: str, folder: Path) -> None:
     file.write_text(json.dumps(asdict(result)))
 
 
+PAGE = """# Architectures
+
+What student and teacher do with each backend of one machine, for random tiny models of each
+architecture in float32. Every cell walked the whole road: dry run, a step, a checkpoint, and for a
+teacher a second run over the whole vocabulary. A number is the largest distance to float64, in
+nats: log mu and log p of a student, before and after new weights; log q, top K and reverse KL of a
+teacher. `refused` is a sentence at the dry run, `ended` one when the run opens its models; their
+reasons are below the table. vLLM is its CPU build: a GPU's may do more.
+
+    python -m tests.studies.architectures --write recipes/architectures.md
+
+"""
+WORDS = {"refused": "refused", "late": "ended"}
+
+
 def shown(cell: Cell, notes: list[str]) -> str:
     """Return a cell of the table. Sentences are notes below it."""
     if cell.state == "ok":
         return f"{max(cell.nats.values()):.0e}"
-    if cell.text not in notes:
-        notes.append(cell.text)
-    return f"{cell.state} ({notes.index(cell.text) + 1})"
+    text = re.sub(r"/\S*/", "", cell.text.removeprefix("prime-rl rl: "))
+    text = re.sub(r"[<>|]", "", text)[:300].rstrip()
+    if text not in notes:
+        notes.append(text)
+    return f"{WORDS.get(cell.state, cell.state)} ({notes.index(text) + 1})"
+
+
+def table(rows: Mapping[str, Sequence[Cell]], cells: Sequence[str]) -> list[str]:
+    """Return the lines of the table and its notes."""
+    notes: list[str] = []
+    lines = ["| architecture |" + "".join(f" {cell.replace('/', ', ')} |" for cell in cells)]
+    lines.append("|---" * (len(cells) + 1) + "|")
+    for name, own in rows.items():
+        lines.append(f"| {name} | " + " | ".join(shown(cell, notes) for cell in own) + " |")
+    return [*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -376,6 +406,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/architectures"))
     parser.add_argument("--cells", default=",".join(CELLS))
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--write", type=Path, help="a page to write the table to")
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compare", nargs=3, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
@@ -388,15 +419,14 @@ def main(words: Sequence[str] | None = None) -> None:
         fill_here(*args.cell, folder)
         return
     cells = [cell for cell in args.cells.split(",") if cell]
-    notes: list[str] = []
-    print("| architecture |" + "".join(f" {cell} |" for cell in cells))
-    print("|---" * (len(cells) + 1) + "|")
+    rows = {}
     for name in args.names or ARCHITECTURES:
-        columns = [shown(fill(name, cell, folder, args.seconds), notes) for cell in cells]
-        print(f"| {name} | " + " | ".join(columns) + " |", flush=True)
-    for number, note in enumerate(notes, 1):
-        print(f"\n{number}. {note}")
-    sys.stdout.flush()
+        rows[name] = [fill(name, cell, folder, args.seconds) for cell in cells]
+        print(name, *(cell.state for cell in rows[name]), flush=True)
+    lines = table(rows, cells)
+    print("\n".join(lines))
+    if args.write is not None:
+        args.write.write_text(PAGE + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -157,12 +157,12 @@ def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> N
     Raises:
         ModelUnavailable: the backend cannot.
     """
-    if backend == "transformers" and trains and not keeps_cache(model):
+    if backend_of(backend).by_head and trains and not keeps_cache(model):
         raise ModelUnavailable(
             f"{type(model).__name__} takes no past_key_values, which the transformers sampler goes "
             "on from; choose another backend or model"
         )
-    if backend != "vllm" or not built_for_cpu():
+    if not (backend_of(backend).packs and built_for_cpu()):
         return
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     reason = None

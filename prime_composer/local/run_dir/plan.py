@@ -77,7 +77,7 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
         dtype = getattr(model, "dtype", None) or recipe.trainer.dtype
         with in_table(table):
             net = shapes(folder)
-            if table == "student" or backend == "transformers":
+            if table == "student" or backend_of(backend).by_head:
                 check_plain_head(net)
             check_backend(net, backend, dtype, trains=table == "student")
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
