@@ -1,6 +1,5 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -420,11 +419,6 @@ def _is_plain_form(net: Any) -> bool:
     if taken[0].is_meta:  # of its own layers
         return True
     return torch.equal(taken[0], hidden) and torch.equal(taken[1], products)
-
-
-def keeps_cache(model: nn.Module) -> bool:
-    """Return whether a model has a cache that the transformers sampler can go on from."""
-    return "past_key_values" in inspect.signature(model.forward).parameters
 
 
 def hidden_states(

@@ -18,7 +18,6 @@ from prime_composer.backends.alignment import (
 from prime_composer.backends.hf_model import (
     check_plain_head,
     hidden_states,
-    keeps_cache,
     lm_head_weight,
     pad,
     read_eos_token_ids,
@@ -71,9 +70,8 @@ class TransformersScorer(LoadedModel):
 
     @functools.cached_property
     def sampler(self) -> TransformersSampler | None:
-        """A sampler of the same weights in memory; None for a scorer of a live model, and for one
-        that cannot be sampled with transformers."""
-        if self._source is None or not keeps_cache(self.model):
+        """A sampler of the same weights in memory; None for a scorer of a live model."""
+        if self._source is None:
             return None
         return TransformersSampler(
             self.model,

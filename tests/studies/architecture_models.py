@@ -208,11 +208,12 @@ def make_model(architecture: str, seed: int) -> Any:
     name, changes = ARCHITECTURES[architecture]
     ids = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config_class = transformers.CONFIG_MAPPING[name]
-    settings = {**PLAIN, **ids, **changes}
-    # Some configs compute these from others, and take no value of their own.
-    for key in ("head_dim",):
-        if isinstance(getattr(config_class, key, None), property):
-            del settings[key]
+    default = config_class()
+    # A key that a config does not know would be there all the same, and vLLM reads it.
+    plain = {key: value for key, value in PLAIN.items() if hasattr(default, key)}
+    settings = {**plain, **ids, **changes}
+    if isinstance(getattr(config_class, "head_dim", None), property):
+        del settings["head_dim"]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config_class(**settings))

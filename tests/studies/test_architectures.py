@@ -32,6 +32,7 @@ def test_transformers_cell_agrees_with_float64(name: str, side: str, tmp_path: P
         ("Granite", "teacher/transformers", ("[teacher]", "a scale", 'backend = "vllm"')),
         ("Phi", "student/vllm", ("[student]", "bias")),
         ("Mamba", "student/transformers", ("[student]", "past_key_values")),
+        ("Mamba", "teacher/transformers", ("[teacher]", "past_key_values")),
         ("Mamba", "student/vllm", ("[student]", "recurrent", '"transformers"')),
         ("Qwen3-MoE", "student/vllm", ("[student]", "packs its experts", '"transformers"')),
         ("Qwen3-Next", "teacher/vllm", ("[teacher]", "recurrent", '"transformers"')),

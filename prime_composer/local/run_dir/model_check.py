@@ -1,5 +1,6 @@
 """Refuse models that do not fit a recipe before any of them is built or loaded."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from prime_composer.backends.cpu_guard import built_for_cpu
-from prime_composer.backends.hf_model import ModelUnavailable, keeps_cache
+from prime_composer.backends.hf_model import ModelUnavailable
 from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
     has_tokenizer,
@@ -157,7 +158,8 @@ def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> N
     Raises:
         ModelUnavailable: the backend cannot.
     """
-    if backend_of(backend).by_head and trains and not keeps_cache(model):
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    if backend_of(backend).by_head and not has_cache:
         raise ModelUnavailable(
             f"{type(model).__name__} takes no past_key_values, which the transformers sampler goes "
             "on from; choose another backend or model"
