@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from prime_composer.extras import pip_install, requirement
 
 
@@ -52,6 +54,45 @@ class Refused(Exception):
         super().__init__(status, reason)
         self.status = status
         self.reason = reason
+
+
+class BackendFailed(ValueError):
+    """A backend's library failed in a way of its own. The cause is its error."""
+
+
+def own_words(error: BaseException) -> str:
+    """Return the first line of an error's message, for a sentence; its class where it has none."""
+    if isinstance(error, ValidationError):  # whose first line is a count
+        error = ValueError("; ".join(one["msg"] for one in error.errors()))
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(lines[0].split()).rstrip(".")[:300]
+
+
+@contextmanager
+def library_errors(table: str, library: str, work: str) -> Iterator[None]:
+    """Within the block, turn a library's own errors into one sentence with its words.
+
+    A ``ValueError``, a library that is missing, and what the system refuses stay what they are.
+
+    Args:
+        table: the recipe's table of the model, in brackets.
+        library: its name.
+        work: what it was asked for, such as "open DIR".
+
+    Raises:
+        BackendFailed: anything else.
+    """
+    try:
+        yield
+    except (OSError, ImportError, MemoryError, Refused, NotWanted):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and not isinstance(error, ValidationError):
+            raise
+        raise BackendFailed(
+            f"{table} {library} could not {work} ({type(error).__name__}: {own_words(error)}): it "
+            "may not support this architecture here; choose another backend or model"
+        ) from error
 
 
 class NotWanted(Exception):

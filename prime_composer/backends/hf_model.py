@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.errors import how_to_install
+from prime_composer.backends.errors import how_to_install, own_words
 from prime_composer.backends.model_files import (
+    cached_file,
     fingerprint,
     has_tokenizer,
     missing_folder,
     why_not_on_hub,
 )
+from prime_composer.backends.scratch import scratch_folder
 from prime_composer.lm_head import head_logits, selected_logprobs
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,6 +29,17 @@ PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 LENGTHENING = ("linear", "dynamic")
 """Types of rotary positions whose ``factor`` lengthens what the config says."""
+
+WAY_OUT = (
+    'a student has to be another model, and a teacher is scored right with backend = "vllm" in its '
+    "table"
+)
+"""What to do about logits that are more than a product."""
+
+MORE = (
+    "does more to its logits than multiplying hidden states with the head's weight (a scale, a "
+    "cap), and the chunked head does not"
+)
 
 
 class ModelUnavailable(ValueError):
@@ -69,11 +83,9 @@ def explained(model: str | Path) -> Iterator[None]:
     except (ModelUnavailable, MemoryError, ImportError):
         raise
     except Exception as error:  # the libraries of configs, weights and tokenizers raise anything
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = " ".join(lines[0].split()).rstrip(".")[:300]
         raise ModelUnavailable(
-            f"Could not load {model} ({reason}); correct the model's table in the recipe, for "
-            "example --set student.model=DIR_OR_HUB_ID."
+            f"Could not load {model} ({own_words(error)}); correct the model's table in the "
+            "recipe, for example --set student.model=DIR_OR_HUB_ID."
         ) from error
 
 
@@ -217,7 +229,33 @@ def load_model(
                 f"as {missing[0]}; copy the model again."
             )
         check_finite(net, model)
+    net.generation_config = OwnGenerationConfig.of(model)
     return net.to(device).eval()
+
+
+@dataclass(frozen=True)
+class OwnGenerationConfig:
+    """A model's generation_config.json, which ``save_pretrained`` writes as it is.
+
+    transformers reads files that it refuses to write, such as one with a temperature and without
+    ``do_sample``. It writes others than it has read.
+
+    Attributes:
+        content: of the file; None for a model without one, whose copies have none either.
+    """
+
+    content: bytes | None
+
+    @classmethod
+    def of(cls, model: str | Path) -> "OwnGenerationConfig":
+        """Return that of a directory, or of a hub id that is cached."""
+        file = cached_file(model, "generation_config.json")
+        return cls(None if file is None else file.read_bytes())
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the file, where there is one."""
+        if self.content is not None:
+            (Path(folder) / "generation_config.json").write_bytes(self.content)
 
 
 def shapes(model: str | Path) -> nn.Module:
@@ -227,9 +265,9 @@ def shapes(model: str | Path) -> nn.Module:
         ModelUnavailable: there is no such model, or the hub cannot be reached.
     """
     config = read_config(model)
-    with torch.device("meta"):
+    with explained(model), torch.device("meta"):
         net: nn.Module = import_transformers().AutoModelForCausalLM.from_config(config)
-    return net.float()
+    return net.float().eval()
 
 
 def check_finite(net: nn.Module, model: str | Path) -> None:
@@ -256,9 +294,9 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
     Raises:
         ImportError: transformers is missing.
         ModelUnavailable: there is no such model, it is stored in fewer bits, or the hub cannot be
-            reached.
-        ValueError: the logits are more than hidden states times the head's weight (a bias,
-            soft-capping, a scale), or the tokenizer has ids that the head does not.
+            reached. Or its logits are more than hidden states times the head's weight (a bias,
+            soft-capping, a scale).
+        ValueError: the tokenizer has ids that the head does not.
     """
     net = load_model(model)
     if (stored := getattr(net.config, "quantization_config", None)) is not None:
@@ -276,6 +314,43 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
         )
     check_plain_head(net)
     return net, tokenizer
+
+
+def try_saving(model: Any, tokenizer: Any) -> None:
+    """Save a model and its tokenizer into a scratch folder, weights left out, and read them back.
+
+    Args:
+        model: with ``save_pretrained`` of transformers' signature.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ModelUnavailable: something cannot be written, or is not read back as it was.
+    """
+    transformers = import_transformers()
+    what = "config, generation config and adapter"
+    with scratch_folder("prime_composer_trial_") as folder:
+        try:
+            with without_progress_bars():
+                model.save_pretrained(folder, state_dict={})
+            if (folder / "config.json").exists():
+                read_config(folder)
+            what = "tokenizer"
+            tokenizer.save_pretrained(folder)
+            again = transformers.AutoTokenizer.from_pretrained(str(folder))
+        except OSError:  # of the disk, which has a sentence of its own
+            raise
+        except Exception as error:  # transformers and tokenizers raise anything
+            raise ModelUnavailable(
+                f"[student] its checkpoints could not be written or read: {what} "
+                f"({own_words(error)}); correct these files of the model"
+            ) from error
+    kept, before = ((one.get_vocab(), one.chat_template) for one in (again, tokenizer))
+    if kept != before:
+        raise ModelUnavailable(
+            "[student] its tokenizer is another one once it was saved and loaded again "
+            f"({type(again).__name__}), in its checkpoints too; save it with this version of "
+            "transformers, and name that folder in student.model"
+        )
 
 
 @contextmanager
@@ -325,18 +400,17 @@ def lm_head_weight(model: nn.Module) -> Tensor:
     Where it is tied to the embeddings, this is the embeddings' own weight.
 
     Raises:
-        ValueError: the model has no such matrix, or adds a bias to its logits.
+        ModelUnavailable: the model has no such matrix, or adds a bias to its logits.
     """
     net: Any = model
     head = net.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(
+        raise ModelUnavailable(
             f"{type(model).__name__} has no output embeddings; use a causal language model."
         )
     if getattr(head, "bias", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} adds a bias to its logits, which lm_head does not; use "
-            "another model."
+        raise ModelUnavailable(
+            f"{type(model).__name__} adds a bias to its logits, and lm_head does not; {WAY_OUT}"
         )
     return head.weight
 
@@ -353,30 +427,65 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def check_plain_head(model: nn.Module) -> None:
     """Check on four tokens that the logits are hidden states times the head's weight.
 
+    Of a model without weights (``shapes``) the form alone is looked at.
+
     Raises:
-        ValueError: they are not, because of soft-capping, a scale, or a bias.
+        ModelUnavailable: they are not, because of soft-capping, a scale, or a bias.
     """
     net: Any = model
     weight = lm_head_weight(model)
     config = net.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(
-            f"{type(model).__name__} soft-caps its logits at {config.final_logit_softcapping}, and "
-            "the chunked head does not; use a model without final_logit_softcapping."
+        raise ModelUnavailable(
+            f"{type(model).__name__} soft-caps its logits at {config.final_logit_softcapping} "
+            f"(final_logit_softcapping), and the chunked head does not; {WAY_OUT}"
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
+    more = f"{type(model).__name__} {MORE}; {WAY_OUT}"
+    if weight.is_meta:
+        if not _is_plain_form(net):
+            raise ModelUnavailable(more)
+        return
+    mask = torch.ones_like(ids)
     with torch.no_grad(), float32_head(model):
-        mask = torch.ones_like(ids)
         plain = head_logits(hidden_states(model, ids, mask), weight)
         logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 3e-2
     if logits.shape != plain.shape or (
         logits - plain
     ).abs().max() > tolerance * logits.abs().max().clamp_min(1.0):
-        raise ValueError(
-            f"{type(model).__name__} does more to its logits than multiplying hidden states with "
-            "the head's weight (a scale, a cap), and the chunked head does not; use another model."
-        )
+        raise ModelUnavailable(more)
+
+
+def _is_plain_form(net: Any) -> bool:
+    """Return whether the head gets the hidden states themselves, and its products are the logits.
+
+    Hidden states and products are random stand-ins. True for a model that does not take them.
+    """
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    outputs: Any = MoeModelOutputWithPast
+    head, taken = net.get_output_embeddings(), []
+    rows, columns = head.weight.shape
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, columns, generator=generator)
+    products = torch.randn(1, 4, rows, generator=generator)
+
+    def multiply(states: Tensor) -> Tensor:
+        taken.append(states)
+        return products
+
+    net.base_model.forward = lambda *_, **__: outputs(last_hidden_state=hidden)
+    head.forward = multiply
+    try:
+        taken.append(net(input_ids=torch.zeros(1, 4).long(), use_cache=False).logits)
+    except Exception:
+        return True
+    finally:
+        del net.base_model.forward, head.forward
+    if taken[0].is_meta:  # of its own layers
+        return True
+    return torch.equal(taken[0], hidden) and torch.equal(taken[1], products)
 
 
 @contextmanager

@@ -106,6 +106,17 @@ def _refuses(endpoint: str) -> bool:
     return refused.is_set()
 
 
+def cached_file(model: str | Path, name: str) -> Path | None:
+    """Return a file of a model in a folder or in the hub's cache; None where it is not there."""
+    if is_path(str(model)):
+        file = Path(model) / name
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(model), name)
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None where there is none."""
     try:
@@ -124,12 +135,8 @@ def fingerprint(model: str) -> str | None:
     """
     folder = Path(model)
     if not folder.is_dir():
-        if is_path(model):
-            return None
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model, "config.json")
-        return Path(cached).parent.name if isinstance(cached, str) else None
+        cached = cached_file(model, "config.json")
+        return None if cached is None else cached.parent.name
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix not in CONTENT or not path.is_file():

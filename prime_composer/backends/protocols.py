@@ -130,7 +130,8 @@ class Sampler(Protocol):
     def update_weights(self, model: nn.Module) -> None:
         """Load ``lora.views.weights_of(model)``, and drop every prefix cached with the old ones.
 
-        For a student without an adapter they are ``model.state_dict()``.
+        For a student without an adapter they are ``model.state_dict()``. Where a backend reads the
+        names of checkpoints, ``lora.views.weights_to_load(model)`` has them.
         """
         ...
 

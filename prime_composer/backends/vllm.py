@@ -37,7 +37,7 @@ from prime_composer.backends.cpu_guard import (
     use_threads,
 )
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids, window_of
-from prime_composer.backends.lora.views import weights_of
+from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.backends.protocols import (
     Limits,
     Rollout,
@@ -138,7 +138,7 @@ class VLLMEngine:
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patches.install()
-            with packed_weights() as packed:
+            with packed_weights() as packed, foreign_classes_kept():
                 self._llm = vllm.LLM(**arguments)
         # Weights that another process packs are none of ours.
         self._packed = packed if packed.removed and can_load_again(self._own_model()) else None
@@ -221,7 +221,7 @@ class VLLMEngine:
         A CPU build loads by ``PackedWeights``. Any other, and a model of other layers than plain
         matrices, loads by vLLM's ``reload_weights``.
 
-        The names come from ``weights_of``. Unlike ``named_parameters()`` it lists
+        The names come from ``weights_to_load``. Unlike ``named_parameters()`` it lists
         ``lm_head.weight`` when that is tied to the embeddings; without it ``reload_weights``
         silently keeps the CPU engine's old, repacked head.
 
@@ -232,7 +232,7 @@ class VLLMEngine:
 
         TODO(vllm): leave the threads alone once a packed weight does not depend on them.
         """
-        weights = weights_of(model)
+        weights = weights_to_load(model)
         with use_threads(self._threads):
             if self._packed is None:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -309,6 +309,32 @@ def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
     size = 4 if dtype in ("float32", "float") else 2
     per_block = 2 * config.num_hidden_layers * heads * head_dim * size * CPU_BLOCK
     return int(per_block * -(-length // CPU_BLOCK))
+
+
+@contextmanager
+def foreign_classes_kept() -> Iterator[None]:
+    """Within the block, let vLLM compile no class but its own.
+
+    vLLM runs an architecture that it has no model for with transformers' own class. Its decorator
+    changes that class in place, and with it the trainer's model. Without it such an engine is
+    eager, as every one on a CPU.
+    """
+    from vllm.compilation import decorators
+
+    module: Any = decorators
+    compiled: Any = getattr(module, "_support_torch_compile", None)
+
+    def own_alone(cls: type, *arguments: Any, **named: Any) -> type:
+        own: type = compiled(cls, *arguments, **named) if cls.__module__.startswith("vllm") else cls
+        return own
+
+    if compiled is not None:
+        module._support_torch_compile = own_alone
+    try:
+        yield
+    finally:
+        if compiled is not None:
+            module._support_torch_compile = compiled
 
 
 @dataclass

@@ -22,7 +22,7 @@ from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
-from prime_composer.local.run_dir.model_check import in_table, local_models
+from prime_composer.local.run_dir.model_check import check_backend, in_table, local_models
 from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems, context_of, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
@@ -177,6 +177,8 @@ def open_engine(
             sampler: Sampler = NoSampler()
         else:
             status(f"opening the {rollout.backend} sampler")
+            with in_table("student"):
+                check_backend(model, rollout.backend, spec.dtype, trains=True)
             sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from prime_composer.backends.hf_model import window_of
+from prime_composer.backends.hf_model import try_saving, window_of
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.contract import given
 from prime_composer.local.engine import Engine
@@ -168,6 +168,7 @@ class Checks:
             "objective": self._objective,
             "context": self._context,
             **self.vocabularies(),
+            "checkpoint": self._checkpoint,
             "sampling": self._sampling,
             "rows of a batch": self._rows,
             WEIGHT_SYNC: self._weight_sync,
@@ -269,6 +270,10 @@ class Checks:
                 )
             warnings.append(f"{not_compared}; {remedy}.")
         return warnings
+
+    def _checkpoint(self, name: str) -> list[Finding]:
+        try_saving(self.engine.stored, self.engine.problems.tokenizer)
+        return passed(name)
 
     def _sampling(self, name: str) -> list[Finding]:
         return passed(name, sampling_warnings(self.recipe.rollout))

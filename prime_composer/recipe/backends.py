@@ -28,6 +28,8 @@ class Backend(NamedTuple):
         libraries: what it imports beside transformers.
         opens: makes a sampler or scorer, where it is from outside the package.
         any_thread: it answers other threads than the one that opened it, one at a time.
+        by_head: it multiplies transformers' hidden states with the head, and uses its cache.
+        packs: on a CPU it has kernels of its own, which pack some weights for good.
     """
 
     serves: bool
@@ -35,11 +37,15 @@ class Backend(NamedTuple):
     libraries: tuple[str, ...] = ()
     opens: Callable[..., Any] | None = None
     any_thread: bool = True
+    by_head: bool = False
+    packs: bool = False
 
 
 BUILT_IN = {
-    "vllm": Backend(serves=False, within_positions=True, libraries=("vllm",), any_thread=False),
-    "transformers": Backend(serves=False, within_positions=True),
+    "vllm": Backend(
+        serves=False, within_positions=True, libraries=("vllm",), any_thread=False, packs=True
+    ),
+    "transformers": Backend(serves=False, within_positions=True, by_head=True),
     "server": Backend(serves=True, within_positions=False, libraries=("httpx",)),
 }
 """The package's own backends, by the name that a recipe gives."""

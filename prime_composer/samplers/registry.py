@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_composer.backends.errors import library_errors
 from prime_composer.backends.protocols import Sampler
 from prime_composer.recipe.backends import backend_of
 
@@ -143,7 +144,18 @@ def open_sampler(spec: BackendSpec, status: Status | None = None) -> Sampler:
         ValueError: the backend refuses the model or its settings, or is no sampler.
     """
     opens = SAMPLERS.get(spec.backend)
-    return opens(spec, status) if opens is not None else open_outside(spec, status, Sampler)
+    with library_errors(spec.section, spec.backend, f"open {spec.model}"):
+        sampler = opens(spec, status) if opens is not None else open_outside(spec, status, Sampler)
+    return with_errors(sampler, spec)
+
+
+def with_errors(opened: Any, spec: BackendSpec) -> Any:
+    """Return a backend whose library's own errors become sentences that name the recipe's table."""
+    for method in ("generate", "score", "update_weights"):
+        if hasattr(opened, method) and not spec.serves:
+            explains = library_errors(spec.section, spec.backend, f"{method} ({spec.model})")
+            setattr(opened, method, explains(getattr(opened, method)))
+    return opened
 
 
 def open_outside(spec: BackendSpec, status: Status | None, role: Any) -> Any:

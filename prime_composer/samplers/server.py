@@ -21,7 +21,7 @@ from prime_composer.backends.http import (
     Refused,
     ServerError,
 )
-from prime_composer.backends.lora.views import weights_of
+from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.backends.protocols import (
     Rollout,
     SamplingParams,
@@ -151,7 +151,7 @@ class ServerSampler(Server):
     def update_weights(self, model: nn.Module) -> None:
         """Write the weights to a directory, reload them in the server, and reset its prefix cache.
 
-        Writes every entry of ``weights_of``, including a tied ``lm_head.weight``.
+        Writes every entry of ``weights_to_load``, including a tied ``lm_head.weight``.
         ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
 
         Args:
@@ -305,7 +305,8 @@ class ServerSampler(Server):
         with scratch_folder("prime_composer_weights_", parent) as directory:
             directory.chmod(0o755)
             weights = {
-                name: value.detach().cpu().contiguous().clone() for name, value in weights_of(model)
+                name: value.detach().cpu().contiguous().clone()
+                for name, value in weights_to_load(model)
             }
             file = directory / "model.safetensors"
             with naming(file):

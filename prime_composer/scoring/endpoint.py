@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, NoTables, Room, all_rows
-from prime_composer.scoring.head import head_dtype_of
+from prime_composer.scoring.head import DTYPES_BY_NAME, head_dtype_of
 from prime_composer.scoring.kinds import KINDS, register_named
 from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
 from prime_composer.scoring.requests import (
@@ -119,19 +119,29 @@ class ScoringEndpoint:
                 "leave --kv-sharing-fast-prefill out."
             )
         state.prime_composer_names = args.served_model_name or [args.model]
-        state.prime_composer_facts = facts_of(engine_client.model_config)
+        parts = await engine_client.collective_rpc(HEAD_METHOD, args=(0, 1))
+        state.prime_composer_facts = facts_of(engine_client.model_config, columns_of(parts))
         state.prime_composer_rooms = Room(SMALL_ROOM), Room(ROOM)
         state.prime_composer_config = config
 
 
-def facts_of(model_config: Any) -> Facts:
-    """Return what the server says about itself."""
+def columns_of(parts: Sequence[dict[str, Any]]) -> int | None:
+    """Return the columns of a head whose first row the workers gave; None where none could."""
+    rows = [part for part in parts if part.get("weight")]
+    return len(rows[0]["weight"]) // DTYPES_BY_NAME[rows[0]["dtype"]].itemsize if rows else None
+
+
+def facts_of(model_config: Any, columns: int | None = None) -> Facts:
+    """Return what the server says about itself.
+
+    ``columns`` are those of its head. A config may have a wider model, with a projection after it.
+    """
     import vllm
 
     return Facts(
         model=str(model_config.model),
         vocab_size=model_config.get_vocab_size(),
-        hidden_size=model_config.get_hidden_size(),
+        hidden_size=columns or model_config.get_hidden_size(),
         max_model_len=model_config.max_model_len,
         dtype=str(model_config.dtype).removeprefix("torch."),
         kinds=list(KINDS),

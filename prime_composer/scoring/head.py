@@ -52,25 +52,7 @@ def find_head(model: nn.Module) -> Head:
     if len(processors) != 1:
         raise ValueError(f"the model has {len(processors)} logits processors, not one")
     processor: Any = processors[0]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-
-    parameter = next(model.parameters())
-    with torch.inference_mode():
-        handle = processor.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            model.compute_logits(  # type: ignore[operator]
-                torch.zeros(
-                    1, hidden_size_of(model), dtype=parameter.dtype, device=parameter.device
-                )
-            )
-        finally:
-            handle.remove()
-    ((args, kwargs),) = calls
-    lm_head = args[0] if args else kwargs["lm_head"]
-    bias = args[2] if len(args) > 2 else kwargs.get("embedding_bias")
+    lm_head, bias = _noted(model, processor)
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES or weight.ndim != 2:
         raise ValueError("its output head is quantized")
@@ -93,11 +75,35 @@ def head_dtype_of(config: Any) -> str | None:
     return str(config.head_dtype).removeprefix("torch.")
 
 
-def hidden_size_of(model: nn.Module) -> int:
-    """Return the columns of the model's hidden states."""
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.hidden_size)
+def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
+    """Return the head and the bias that a model passes to its processor. Nothing is multiplied.
+
+    A model may have hidden states of another width than its config says, and a kernel that is given
+    a wrong width reads and writes beyond its memory.
+
+    Raises:
+        ValueError: the model changes hidden states before its head, or logits after it.
+    """
+    parameter = next(model.parameters())
+    hidden, logits = torch.zeros(2, 1, 1, dtype=parameter.dtype, device=parameter.device)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append((args, kwargs))
+        return logits
+
+    processor.forward = note
+    try:
+        with torch.inference_mode():
+            result = model.compute_logits(hidden)
+    finally:
+        del processor.forward
+    ((args, kwargs),) = calls
+    taken = args[1] if len(args) > 1 else kwargs["hidden_states"]
+    if taken is not hidden or result is not logits:
+        raise ValueError("its logits are more than hidden states times one matrix")
+    lm_head = args[0] if args else kwargs["lm_head"]
+    return lm_head, args[2] if len(args) > 2 else kwargs.get("embedding_bias")
 
 
 def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 ``samplers.registry`` says how to add one from outside the package.
 """
 
+from prime_composer.backends.errors import library_errors
 from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Scorer
-from prime_composer.samplers.registry import BackendSpec, Status, open_outside
+from prime_composer.samplers.registry import BackendSpec, Status, open_outside, with_errors
 
 
 def _vllm(spec: BackendSpec, status: Status | None) -> Scorer:
@@ -65,4 +66,8 @@ def open_scorer(spec: BackendSpec, status: Status | None = None) -> Scorer:
         ValueError: the backend refuses the model or its settings, or is no scorer.
     """
     opens = SCORERS.get(spec.backend)
-    return opens(spec, status) if opens is not None else open_outside(spec, status, Scorer)
+    with library_errors(spec.section, spec.backend, f"open {spec.model}"):
+        scorer = opens(spec, status) if opens is not None else open_outside(spec, status, Scorer)
+    if not spec.serves:
+        with_errors(scorer.sampler, spec)
+    return with_errors(scorer, spec)

@@ -21,6 +21,7 @@ from prime_composer.backends.hf_model import (
     read_config,
     read_eos_token_ids,
     sequence_logprobs,
+    shapes,
 )
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.lm_head import selected_logprobs
@@ -114,6 +115,33 @@ def test_scaled_logits_are_refused():
     check_plain_head(
         build("Granite", **SMALL, num_key_value_heads=2, logits_scaling=1.0, initializer_range=0.5)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("Granite", {"logits_scaling": 8.0}, "a scale"),
+        ("Granite", {"logits_scaling": 1.0}, None),
+        ("Cohere", {"logit_scale": 0.25}, "a scale"),
+        ("Cohere", {"logit_scale": 1.0}, None),
+        ("GraniteMoe", {"logits_scaling": 4.0}, "a scale"),
+        ("Gemma2", {"head_dim": 8}, "final_logit_softcapping"),
+        ("Phi", {}, "bias"),
+        ("OPT", {}, None),
+        ("Qwen3Moe", {"head_dim": 8}, None),
+    ],
+)
+def test_form_with_a_scale_is_refused_without_weights(kind, changes, words, tmp_path):
+    """A model on no device says by its form whether its logits are a product; all name a remedy."""
+    config = getattr(import_transformers(), f"{kind}Config")(**SMALL, **changes)
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    if words is None:
+        check_plain_head(shapes(tmp_path))
+        return
+    with pytest.raises(ModelUnavailable, match=words) as caught:
+        check_plain_head(shapes(tmp_path))
+    assert 'backend = "vllm"' in str(caught.value)
 
 
 def test_biased_head_is_refused():

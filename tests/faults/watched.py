@@ -41,7 +41,7 @@ BUFFER = 2**16
 """Bytes of a buffered file's buffer: fewer writes than with Python's own, for fewer points."""
 
 RANDOM_NAMES = (
-    (re.compile(r"(prime_composer_weights_|unfinished_)\w+"), r"\1*"),
+    (re.compile(r"(prime_composer_(?:weights|trial)_|unfinished_)\w+"), r"\1*"),
     (re.compile(r"\banswers-[0-9a-f]{12}\b"), "answers-*"),
     (re.compile(r"events\.out\.tfevents\.[^/]*"), "events.out.tfevents.*"),
     (re.compile(r"\.tmp[A-Za-z0-9]{6}\b"), ".tmp*"),

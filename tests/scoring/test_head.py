@@ -14,7 +14,7 @@ from fastapi import FastAPI  # noqa: E402
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
-from prime_composer.scoring.endpoint import facts_of, head  # noqa: E402
+from prime_composer.scoring.endpoint import columns_of, facts_of, head  # noqa: E402
 from prime_composer.scoring.head import read_head  # noqa: E402
 from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
 from prime_composer.teachers import served_head  # noqa: E402
@@ -112,6 +112,38 @@ def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monk
     assert [path.name for path in tmp_path.iterdir()] == [f"{facts.sha256}.safetensors"]
     head = found.of_teacher("The server")
     assert (head.weight.dtype, head.scale, head.softcap) == (dtype, 0.5, 30.0)
+
+
+def test_head_is_read_without_a_product(monkeypatch):
+    """A config may name another width than the head's, as of a model that projects at its end."""
+    weight = torch.ones(ROWS, D)
+    _, (worker,) = client_of(weight, None, [])
+    model = worker.get_model()
+    model.config = SimpleNamespace(hidden_size=2 * D)
+    monkeypatch.delattr(LogitsProcessor, "forward")  # a wrong width would end the process
+    found = read_head(worker, 0, 0)
+    assert (found["rows"], found["columns"]) == (ROWS, D)
+    assert "forward" not in vars(model.logits_processor)
+
+
+@pytest.mark.parametrize("side", ["hidden states", "logits"])
+def test_head_beside_which_a_model_computes_is_refused(side):
+    """What is done beside the product is no part of a head, and would be missing in its logits."""
+    _, (worker,) = client_of(torch.ones(ROWS, D), None, [])
+    model = worker.get_model()
+    plain = model.compute_logits
+    model.compute_logits = {
+        "hidden states": lambda hidden: plain(hidden * 2),
+        "logits": lambda hidden: plain(hidden) * 2,
+    }[side]
+    assert "one matrix" in read_head(worker, 0, 0)["error"]
+
+
+def test_server_says_the_width_of_its_head():
+    """The columns are those of the first row that the workers gave; else those of the config."""
+    _, workers = client_of(torch.ones(ROWS, D, dtype=torch.bfloat16), None, [4])
+    assert columns_of([read_head(worker, 0, 1) for worker in workers]) == D
+    assert columns_of([{"error": "it is quantized"}]) is None
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

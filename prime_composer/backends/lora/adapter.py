@@ -132,13 +132,17 @@ class Adapter:
         """
         return self.weights | (base_of(self.model).state_dict() if self.merge else {})
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the adapter's directory, or with ``merge`` the merged model's."""
+    def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapter's directory, or with ``merge`` the merged model's.
+
+        ``state_dict`` takes the place of the merged weights.
+        """
         from safetensors.torch import save_file
 
         if self.merge:
             net: Any = self.model
-            net.save_pretrained(folder, state_dict=dict(weights_of(self.model)))
+            merged = dict(weights_of(self.model)) if state_dict is None else state_dict
+            net.save_pretrained(folder, state_dict=merged)
             folder = folder / FOLDER
             folder.mkdir()
         text = json.dumps(self._described(), indent=2) + "\n"

@@ -11,7 +11,7 @@ A model without an adapter is its own merged model. Nothing here needs peft.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of a model as it is served, by the name of its checkpoint.
+    """Yield every weight of a model as it is served, by its name in transformers' model.
 
     These are the entries of ``state_dict()``, with the adapter merged into the layers that have
     one. A merged weight is made when it is asked for, so that a caller who takes one after the
@@ -43,6 +43,21 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield layer_name + parameter, merged
         elif ".lora_" not in name:
             yield name, value
+
+
+def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Return every weight of a model as it is served, as its checkpoint has them.
+
+    transformers joins the experts of a layer into one tensor, for example, and ``save_pretrained``
+    takes them apart again. A model without such a conversion gives ``weights_of``, one at a time.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    net: Any = model
+    if not (getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)):
+        return weights_of(model)
+    return revert_weight_conversion(net, dict(weights_of(model))).items()
 
 
 def base_of(model: nn.Module) -> nn.Module:

@@ -1,10 +1,14 @@
 """Refuse models that do not fit a recipe before any of them is built or loaded."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from prime_composer.backends.cpu_guard import built_for_cpu
 from prime_composer.backends.hf_model import ModelUnavailable, window
 from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
@@ -144,6 +148,39 @@ def _is_whole(file: Path) -> bool:
             return True
     except SafetensorError:
         return False
+
+
+def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> None:
+    """Refuse a model that a backend on this machine cannot run, by its form alone.
+
+    Args:
+        model: with or without weights.
+        backend: what is to run it.
+        dtype: of the backend.
+        trains: whether it is the student, which the backend samples with new weights each step.
+
+    Raises:
+        ModelUnavailable: the backend cannot.
+    """
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
+    if backend_of(backend).by_head and not has_cache:
+        raise ModelUnavailable(
+            f"{type(model).__name__} takes no past_key_values, which the transformers sampler goes "
+            "on from; choose another backend or model"
+        )
+    if not (backend_of(backend).packs and built_for_cpu()):
+        return
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    reason = None
+    if trains and any(len(one) == 3 and min(one[:2]) > 1 for one in shapes.values()):
+        reason = "packs its experts when it opens, and takes no new weights for them"
+    if dtype == "float32" and any(name.endswith("A_log") for name in shapes):  # decay rates
+        reason = "does not compute its recurrent layers in float32"
+    if reason is not None:
+        raise ModelUnavailable(
+            f"vLLM's CPU build cannot run {type(model).__name__} here: it {reason}; choose backend "
+            '= "transformers", or another model'
+        )
 
 
 def local_models(recipe: Recipe) -> Iterator[tuple[str, ModelConfig, str]]:

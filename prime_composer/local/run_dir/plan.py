@@ -9,7 +9,13 @@ from typing import Any, Literal
 from torch import nn
 
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.hf_model import load_tokenizer, read_config, shapes, window_of
+from prime_composer.backends.hf_model import (
+    check_plain_head,
+    load_tokenizer,
+    read_config,
+    shapes,
+    window_of,
+)
 from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.opening import room_of
@@ -24,7 +30,12 @@ from prime_composer.local.preflight import (
     route,
     sampling_warnings,
 )
-from prime_composer.local.run_dir.model_check import check_models, local_models
+from prime_composer.local.run_dir.model_check import (
+    check_backend,
+    check_models,
+    in_table,
+    local_models,
+)
 from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems, context_of, with_ends
 from prime_composer.local.tracker import import_wandb
@@ -67,6 +78,15 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
     teachers = {teacher.table: config for teacher, config in routing.opened.items()}
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
+    for table, model, backend in local_models(recipe):
+        if (folder := folders[table]) is None:
+            continue
+        dtype = getattr(model, "dtype", None) or recipe.trainer.dtype
+        with in_table(table):
+            net = shapes(folder)
+            if table == "student" or backend_of(backend).by_head:
+                check_plain_head(net)
+            check_backend(net, backend, dtype, trains=table == "student")
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
     if (lora := recipe.student.lora) is not None:
         lines.insert(1, f"student: {describe_adapter(lora, folders['student'])}")

@@ -1,0 +1,92 @@
+"""Cells of the table of architectures: some in this process, those of vLLM in their own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.studies import architectures
+from tests.studies.architecture_models import ARCHITECTURES
+from tests.studies.architectures import CELLS, SERVED, Cell, fill, run_cell
+
+SECONDS = 280.0
+
+
+def assert_right(cell: Cell, *numbers: str) -> None:
+    assert cell.state == "ok", cell
+    assert cell.nats.keys() >= {*numbers}
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "GPT-2"])
+def test_transformers_cell_agrees_with_float64(name: str, side: str, tmp_path: Path):
+    """Dry run, run, checkpoint and weight sync; all log-probs are a plain forward's in float64."""
+    numbers = ("log mu", "log p") if side == "student" else ("log q", "top K", "reverse KL")
+    assert_right(run_cell(name, f"{side}/transformers", tmp_path), *numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "words"),
+    [
+        ("Gemma-2", "student/transformers", ("[student]", "final_logit_softcapping")),
+        ("Gemma-2", "teacher/transformers", ("[teacher]", 'backend = "vllm"')),
+        ("Granite", "teacher/transformers", ("[teacher]", "a scale", 'backend = "vllm"')),
+        ("Phi", "student/vllm", ("[student]", "bias")),
+        ("Mamba", "student/transformers", ("[student]", "past_key_values")),
+        ("Mamba", "teacher/transformers", ("[teacher]", "past_key_values")),
+        ("Mamba", "student/vllm", ("[student]", "recurrent", '"transformers"')),
+        ("Qwen3-MoE", "student/vllm", ("[student]", "packs its experts", '"transformers"')),
+        ("Qwen3-Next", "teacher/vllm", ("[teacher]", "recurrent", '"transformers"')),
+    ],
+)
+def test_model_that_no_run_takes_fails_the_dry_run(
+    name: str, cell: str, words: tuple[str, ...], tmp_path: Path
+):
+    """One sentence names the table, what is wrong, and the way out; nothing is loaded for it."""
+    result = run_cell(name, cell, tmp_path)
+    assert result.state == "refused", result
+    assert all(word in result.text for word in words), result.text
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("name", "cell"), [("OLMo-2", "student/vllm"), ("OPT-350m's form", "teacher/vllm")]
+)
+def test_vllm_cell_agrees_with_float64(name: str, cell: str, tmp_path: Path):
+    """transformers' own class inside vLLM leaves the trainer's model alone; a narrow head holds."""
+    assert_right(fill(name, cell, tmp_path, SECONDS))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_served_narrow_head_agrees_with_float64(tmp_path: Path):
+    """A server says how wide its hidden states are, and not how wide its model is."""
+    assert_right(fill("OPT-350m's form", SERVED, tmp_path, 600.0), "reverse KL")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cell_is_right_or_a_sentence(name: str, cell: str, tmp_path: Path):
+    """No cell of the table is a traceback, a wrong number, or a process that dies or hangs."""
+    result = fill(name, cell, tmp_path, 600.0)
+    assert result.state in ("ok", "refused", "late"), result
+
+
+def test_process_that_dies_is_a_cell_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An engine that ends its process, or hangs, leaves the other cells alone."""
+    monkeypatch.setattr(architectures, "forks", lambda _: Dies())
+    assert fill("Llama", CELLS[0], tmp_path, SECONDS).state == "died"
+    assert "134" in fill("Llama", CELLS[0], tmp_path, SECONDS).text
+
+
+class Dies:
+    """Starts processes that end by SIGABRT."""
+
+    def start(self, *_: object, **__: object) -> "Dies":
+        return self
+
+    def wait(self, _: float) -> int:
+        return 134
