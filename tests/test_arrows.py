@@ -53,6 +53,7 @@ ALLOWED["tables"] = ALLOWED["extras"] = set()
 OF_UPSTREAM = {
     "backends": {
         *("alignment", "answers", "errors", "hf_model", "model_files", "protocols"),
+        "transformers",
         "vllm_logprobs",
     },
     "teachers": {

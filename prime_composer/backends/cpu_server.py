@@ -4,7 +4,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from prime_composer.backends.hf_model import read_config, window_of
+from prime_composer.backends.hf_model import read_config
+from prime_composer.backends.transformers import window_of
 from prime_composer.backends.vllm import CPU_BLOCK, USUAL_WINDOW, bytes_of_a_sequence
 
 

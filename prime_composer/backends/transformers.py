@@ -1,18 +1,125 @@
-"""A transformers model in memory: what sampler and scorer share."""
+"""A transformers model in memory: its window, what it saves, and what sampler and scorer share."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from prime_composer.backends.errors import own_words
 from prime_composer.backends.hf_model import (
-    fix_frequencies,
+    ModelUnavailable,
+    import_transformers,
     lm_head_weight,
     load_model,
-    window_of,
+    read_config,
+    without_progress_bars,
 )
+from prime_composer.backends.model_files import fingerprint
 from prime_composer.backends.protocols import Limits
+from prime_composer.backends.scratch import scratch_folder
+
+LENGTHENING = ("linear", "dynamic")
+"""Types of rotary positions whose ``factor`` lengthens what the config says."""
+
+
+def window(model: str | Path) -> int | None:
+    """Return ``window_of`` a model on this machine; None for one that is not, or not readable."""
+    try:
+        if fingerprint(str(model)) is None:
+            return None
+        return window_of(read_config(model))
+    except ModelUnavailable:  # of a type that transformers does not know, if it is one at all
+        generic = import_transformers().PreTrainedConfig
+        with suppress(OSError, ValueError):
+            return window_of(generic.from_pretrained(str(model)))
+    except OSError:  # a name that no file can have; whoever opens the model says so
+        pass
+    return None
+
+
+def window_of(config: Any) -> int | None:
+    """Return how many positions a model has, as vLLM counts them; None where nothing limits them.
+
+    Its length is the scaled one, except for rotary positions of the types in ``LENGTHENING``.
+    """
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or getattr(
+        config, "max_seq_len", None
+    )
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
+    if "gemma3" in config.model_type:
+        tables = []
+    factors = [t.get("factor") for t in tables if t.get("rope_type") in LENGTHENING]
+    return int(positions * max([1.0, *(factor for factor in factors if factor)]))
+
+
+def fix_frequencies(model: nn.Module, context: int | None) -> None:
+    """Fix rotary frequencies that follow the longest position of a batch, for sequences up to
+    ``context`` tokens, as vLLM does: a row's log-probs then depend on the row alone.
+
+    Frequencies that are fixed already stay. None is the model's own length.
+    """
+    net: Any = model
+    length = context or window_of(net.config)
+    for module in net.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            if length is None or not isinstance(kind, str):
+                continue
+            if kind != "longrope" and "dynamic" not in kind:
+                continue
+            # The module's own update, once, and then no more of them.
+            x = torch.zeros(1, device=next(module.buffers()).device)
+            if x.is_meta:
+                continue
+            last = torch.tensor([[length - 1]], device=x.device)
+            module(x, last, **({} if layer is None else {"layer_type": layer}))
+            if layer is None:
+                module.rope_type = "default"
+            else:
+                module.rope_type = module.rope_type | {layer: "default"}
+
+
+def try_saving(model: Any, tokenizer: Any) -> None:
+    """Save a model and its tokenizer into a scratch folder, weights left out, and read them back.
+
+    Args:
+        model: with ``save_pretrained`` of transformers' signature.
+        tokenizer: its tokenizer.
+
+    Raises:
+        ModelUnavailable: something cannot be written, or is not read back as it was.
+    """
+    transformers = import_transformers()
+    what = "config, generation config and adapter"
+    with scratch_folder("prime_composer_trial_") as folder:
+        try:
+            with without_progress_bars():
+                model.save_pretrained(folder, state_dict={})
+            if (folder / "config.json").exists():
+                read_config(folder)
+            what = "tokenizer"
+            tokenizer.save_pretrained(folder)
+            again = transformers.AutoTokenizer.from_pretrained(str(folder))
+        except OSError:  # of the disk, which has a sentence of its own
+            raise
+        except Exception as error:  # transformers and tokenizers raise anything
+            raise ModelUnavailable(
+                f"[student] its checkpoints could not be written or read: {what} "
+                f"({own_words(error)}); correct these files of the model"
+            ) from error
+    kept, before = ((one.get_vocab(), one.chat_template) for one in (again, tokenizer))
+    if kept != before:
+        raise ModelUnavailable(
+            "[student] its tokenizer is another one once it was saved and loaded again "
+            f"({type(again).__name__}), in its checkpoints too; save it with this version of "
+            "transformers, and name that folder in student.model"
+        )
 
 
 class LoadedModel:

@@ -36,13 +36,14 @@ from prime_composer.backends.cpu_guard import (
     return_freed_memory,
     use_threads,
 )
-from prime_composer.backends.hf_model import read_config, read_eos_token_ids, window_of
+from prime_composer.backends.hf_model import read_config, read_eos_token_ids
 from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.backends.protocols import (
     Limits,
     Rollout,
     SamplingParams,
 )
+from prime_composer.backends.transformers import window_of
 from prime_composer.scoring import patches
 from prime_composer.scoring.head import head_dtype_of
 from prime_composer.scoring.wire import FLOAT32_HEAD

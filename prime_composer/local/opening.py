@@ -11,16 +11,14 @@ from torch import nn
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
     checkpoint_layers,
-    fix_frequencies,
     load_student,
     load_tokenizer,
     shapes,
-    window,
-    window_of,
 )
 from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
+from prime_composer.backends.transformers import fix_frequencies, window, window_of
 from prime_composer.local.engine import Engine
 from prime_composer.local.run_dir.model_check import check_backend, in_table, local_models
 from prime_composer.local.sources import Sources

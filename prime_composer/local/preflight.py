@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from prime_composer.backends.hf_model import try_saving, window_of
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
+from prime_composer.backends.transformers import try_saving, window_of
 from prime_composer.contract import given
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import tokenizer_of

@@ -8,13 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.hf_model import (
-    ModelUnavailable,
-    load_tokenizer,
-    read_eos_token_ids,
-    window,
-)
+from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
 from prime_composer.backends.protocols import Rollout
+from prime_composer.backends.transformers import window
 from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.hf_model import (
-    check_plain_head,
-    fix_frequencies,
-    float32_head,
-    lm_head_weight,
-)
+from prime_composer.backends.hf_model import check_plain_head, float32_head, lm_head_weight
+from prime_composer.backends.transformers import fix_frequencies
 from prime_composer.contract import Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn

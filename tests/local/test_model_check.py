@@ -16,7 +16,8 @@ import tomli_w
 import torch
 
 from prime_composer.backends import model_files
-from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model, window
+from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
+from prime_composer.backends.transformers import window
 from prime_composer.cli.commands import main
 from prime_composer.local.run_dir.model_check import (
     check_models,

@@ -12,9 +12,9 @@ from prime_composer.backends.hf_model import (
     load_model,
     load_student,
     load_tokenizer,
-    try_saving,
 )
 from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.transformers import try_saving
 from prime_composer.cli.commands import main
 from prime_composer.recipe.model import LoraConfig
 from tests.studies.architecture_models import write_model

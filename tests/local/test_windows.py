@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import (
-    fix_frequencies,
-    import_transformers,
-    sequence_logprobs,
-)
+from prime_composer.backends.hf_model import import_transformers, sequence_logprobs
 from prime_composer.backends.protocols import Rollout, SamplingParams
+from prime_composer.backends.transformers import fix_frequencies
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.sources import load_sources

@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 import torch
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.backends.hf_model import window_of
 from prime_composer.backends.protocols import Limits, Scorer
+from prime_composer.backends.transformers import window_of
 from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from prime_composer.backends.cpu_guard import built_for_cpu
-from prime_composer.backends.hf_model import ModelUnavailable, window
+from prime_composer.backends.hf_model import ModelUnavailable
 from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
     has_tokenizer,
@@ -17,6 +17,7 @@ from prime_composer.backends.model_files import (
     read_json,
     why_not_on_hub,
 )
+from prime_composer.backends.transformers import window
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dropped
 from prime_composer.recipe.routing import Routing

@@ -9,15 +9,10 @@ from typing import Any, Literal
 from torch import nn
 
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.hf_model import (
-    check_plain_head,
-    load_tokenizer,
-    read_config,
-    shapes,
-    window_of,
-)
+from prime_composer.backends.hf_model import check_plain_head, load_tokenizer, read_config, shapes
 from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
+from prime_composer.backends.transformers import window_of
 from prime_composer.local.opening import room_of
 from prime_composer.local.preflight import (
     binding,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.hf_model import window
+from prime_composer.backends.transformers import window
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
