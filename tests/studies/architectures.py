@@ -382,7 +382,8 @@ def shown(cell: Cell, notes: list[str]) -> str:
     """Return a cell of the table. Sentences are notes below it."""
     if cell.state == "ok":
         return f"{max(cell.nats.values()):.0e}"
-    text = re.sub(r"/\S*/", "", cell.text.removeprefix("prime-rl rl: "))
+    said = cell.text or f"up to {max(cell.nats.values()):.1g} nat from float64"
+    text = re.sub(r"/\S*/", "", said.removeprefix("prime-rl rl: "))
     text = re.sub(r"[<>|]", "", text)[:300].rstrip()
     if text not in notes:
         notes.append(text)
