@@ -171,13 +171,8 @@ def open_engine(
             opened.callback(environments.close)
         dtype, size = recipe.trainer.dtype, recipe.side_by_side
         spec = student_spec(rollout, origin, dtype, size, tokenized.ends)
-        if teachers_alone:
-            sampler: Sampler = NoSampler()
-        else:
-            status(f"opening the {rollout.backend} sampler")
-            with in_table("student"):
-                check_backend(model, rollout.backend, spec.dtype, trains=True)
-            sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
+        starting = replace(spec, starting=spec.starting or resumes)
+        sampler = NoSampler() if teachers_alone else _open_sampler(model, starting, status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.
         length = getattr(sampler.limits, "max_model_len", None) or rollout.context()
@@ -217,6 +212,14 @@ def open_engine(
                 engine.pairs = read_pairs(recipe.replay.path, *data)
         opened.pop_all()
     return engine
+
+
+def _open_sampler(student: nn.Module, spec: BackendSpec, status: Callable[[str], None]) -> Sampler:
+    """Open the student's sampler, whose backend has to run such a model."""
+    status(f"opening the {spec.backend} sampler")
+    with in_table("student"):
+        check_backend(student, spec.backend, spec.dtype, trains=True)
+    return open_sampler(spec, status)
 
 
 class NoSampler:

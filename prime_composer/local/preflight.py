@@ -203,7 +203,7 @@ class Checks:
         return [self.engine.problems.prompt(problem) for problem in self._problems]
 
     def _scored_by(self, teacher: TeacherId) -> list[Problem]:
-        return route(Routing.of_recipe(self.recipe), self._problems)[teacher]
+        return Routing.of_recipe(self.recipe).route(self._problems)[teacher]
 
     def _objective(self, name: str) -> list[Finding]:
         check_objective(self.recipe.loss, self.recipe.rollout)
@@ -233,7 +233,7 @@ class Checks:
                 problems, longest = self._scored_by(teacher), recipe.rollout.max_tokens
                 return passed(name, scorer.check(problems, longest, rule))
             limits = binding(scorer.limits, rule)
-            asked = route(routing, self._evaluated)[teacher]
+            asked = routing.route(self._evaluated)[teacher]
             check_lengths(
                 tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher
             )
@@ -305,9 +305,11 @@ class Checks:
                 size, by_student = engine.loss.asked_of_teacher
                 live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in self._scored_by(teacher)[:1]:
-                # A longer one is cut or dropped in the run (`on_overflow`).
-                most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
-                prompt = engine.problems.prompt(problem)[: max(1, most)]
+                prompt = engine.problems.prompt(problem)
+                if not isinstance(scorer, OwnTokenizerScorer):
+                    # A longer one is cut or dropped in the run (`on_overflow`).
+                    most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
+                    prompt = prompt[: max(1, most)]
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
                 asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
                 (scores,) = asked.score(
@@ -319,15 +321,6 @@ class Checks:
                     known = scorer.known_request(rollout)
                 self.probes[teacher] = known
         return passed(name)
-
-
-def route(routing: Routing, problems: Sequence[Problem]) -> dict[TeacherId, list[Problem]]:
-    """Return the problems whose rollouts each teacher scores."""
-    readers = [(problem, routing.readers(problem)) for problem in problems]
-    return {
-        teacher: [problem for problem, scored_by in readers if teacher in scored_by]
-        for teacher in routing.teachers
-    }
 
 
 @contextmanager

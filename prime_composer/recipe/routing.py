@@ -1,6 +1,6 @@
 """Route problems to teachers: which of them score a problem's rollouts, and with which weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import total_ordering
 
@@ -111,6 +111,14 @@ class Routing:
             RecipeError: as ``of``.
         """
         return [*self.of(problem), *([REFERENCE] if REFERENCE in self.teachers else [])]
+
+    def route(self, problems: Iterable[Problem]) -> dict[TeacherId, list[Problem]]:
+        """Return the problems whose rollouts each teacher scores."""
+        readers = [(problem, self.readers(problem)) for problem in problems]
+        return {
+            teacher: [problem for problem, scored_by in readers if teacher in scored_by]
+            for teacher in self.teachers
+        }
 
     def of_environment(self, name: str) -> dict[TeacherId, float]:
         """Return the teachers that score an environment's rollouts, where no row names one."""

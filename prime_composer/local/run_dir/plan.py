@@ -22,7 +22,6 @@ from prime_composer.local.preflight import (
     check_prompts,
     check_routing,
     naming,
-    route,
     sampling_warnings,
 )
 from prime_composer.local.run_dir.model_check import (
@@ -315,7 +314,7 @@ def check_sequences(
         f"longest prompt: {longest} tokens, {longest + rollout.max_tokens} with a full completion; "
         f"the context is {rollout.max_model_len}"
     )
-    scored_problems, evaluated = route(routing, problems.practice), route(routing, held_out)
+    scored_problems, evaluated = map(routing.route, (problems.practice, held_out))
     for scorer, config in readers.items():
         limits = context(config.runs_on(rollout.backend), rollout, folders[scorer.table])
         limits = binding(limits, config.on_overflow)
