@@ -457,8 +457,7 @@ def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for record in records for name in record)
     parts = ("/kl_in_support", "/kl_mass", "/loss")
     others = ("rollout/", "eval/", "teacher/")  # which may end with an environment's name
-    own = (name for name in names if name.endswith(parts) and not name.startswith(others))
-    return ["loss", *own]
+    return ["loss", *(n for n in names if n.endswith(parts) and not n.startswith(others))]
 
 
 def series(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
