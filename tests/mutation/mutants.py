@@ -414,7 +414,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "signal against the sampler": mutant(
         SAMPLED, "sampled_reverse_kl_loss_fn",
-        ("_Q - inputs.trainer_logprobs", "_Q - inputs.inference_logprobs"),
+        ("_Q - inputs.own_logprobs", "_Q - inputs.inference_logprobs"),
     ),
     "clip bounds one side": mutant(
         SAMPLED, "_signed",
@@ -569,15 +569,16 @@ MUTANTS: dict[str, Mutant] = {
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
     ),
     "clamp that cuts the gradient": mutant(
-        CLAMP, "SoftClamp.apply", (
-            "self.limit / distance.clamp(min=self.limit)", "(distance <= self.limit).to(distance)"
+        CLAMP, "SoftClamp.bounded", (
+            "self.limit / size.clamp(min=self.limit)", "(size <= self.limit).to(size)"
         ),
     ),
     "clamp in place of other weights": mutant(
-        CLAMP, "SoftClamp.apply", ("weights * inputs.loss_weights", "weights")
+        CLAMP, "SoftClamp.bounded",
+        ("factors * torch.where(inputs.loss_mask, weights, 1.0)", "factors"),
     ),
-    "clamp by the sampled token alone": mutant(
-        CLAMP, "_divergence", ("inputs.support is not None", "False")
+    "clamp that leaves negative values": mutant(
+        CLAMP, "SoftClamp.bounded", ("values.abs()", "values")
     ),
     "loss that sees another one's support": mutant(
         "losses/bound.py", "_requested", ("support is None or request is None", "support is None")

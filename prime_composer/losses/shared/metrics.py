@@ -38,7 +38,7 @@ def top_share(
     size = torch.where(mask, upcast(values.detach()).abs(), 0.0)
     held = size.sort(descending=True).values.cumsum(0)
     count = mask.sum()
-    last = (count * share).ceil().long().clamp(min=1) - 1
+    last = (mask.sum() * share).ceil().long().clamp(min=1) - 1
     total = held[-1].clamp(min=torch.finfo(held.dtype).tiny)
     return Mean(held.gather(0, last.unsqueeze(0)).squeeze(0) / total, count)
 
