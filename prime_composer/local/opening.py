@@ -175,8 +175,7 @@ def open_engine(
         sampler = NoSampler() if teachers_alone else _open_sampler(model, starting, status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.
-        length = getattr(sampler.limits, "max_model_len", None) or rollout.context()
-        fix_frequencies(model, length)
+        fix_frequencies(model, sampler.limits.max_model_len or rollout.context())
         if resumes or latent is not None or (lora is not None and lora.start is not None):
             sampler.update_weights(model)
         engine = Engine(
@@ -207,9 +206,8 @@ def open_engine(
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = _frozen_start(engine, recipe.student, origin)
-            if recipe.replay.path is not None:
-                data = problems.sources, tokenizer, tokenized.ends
-                engine.pairs = read_pairs(recipe.replay.path, *data)
+            if (path := recipe.replay.path) is not None:
+                engine.pairs = read_pairs(path, problems.sources, tokenizer, tokenized.ends)
         opened.pop_all()
     return engine
 
