@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Any, TypeGuard
 
 from prime_composer.extras import pip_install, requirement
 
@@ -60,9 +59,14 @@ class BackendFailed(ValueError):
     """A backend's library failed in a way of its own. The cause is its error."""
 
 
+def is_invalid(error: BaseException) -> TypeGuard[Any]:
+    """Return whether pydantic refused values, such as vLLM's settings. It need not be imported."""
+    return hasattr(error, "errors") and type(error).__name__ == "ValidationError"
+
+
 def own_words(error: BaseException) -> str:
     """Return the first line of an error's message, for a sentence; its class where it has none."""
-    if isinstance(error, ValidationError):  # whose first line is a count
+    if is_invalid(error):  # whose first line is a count
         error = ValueError("; ".join(one["msg"] for one in error.errors()))
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return " ".join(lines[0].split()).rstrip(".")[:300]
@@ -87,7 +91,7 @@ def library_errors(table: str, library: str, work: str) -> Iterator[None]:
     except (OSError, ImportError, MemoryError, Refused, NotWanted):
         raise
     except Exception as error:
-        if isinstance(error, ValueError) and not isinstance(error, ValidationError):
+        if isinstance(error, ValueError) and not is_invalid(error):
             raise
         raise BackendFailed(
             f"{table} {library} could not {work} ({type(error).__name__}: {own_words(error)}): it "

@@ -110,7 +110,7 @@ def try_saving(model: Any, tokenizer: Any) -> None:
             raise
         except Exception as error:  # transformers and tokenizers raise anything
             raise ModelUnavailable(
-                f"[student] its checkpoints could not be written or read: {what} "
+                f"[student] its checkpoints could not be written or read: {what}, in {folder} "
                 f"({own_words(error)}); correct these files of the model"
             ) from error
     kept, before = ((one.get_vocab(), one.chat_template) for one in (again, tokenizer))

@@ -19,7 +19,7 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused, ServerError
-from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.protocols import Limits, SamplingParams
 from prime_composer.local import opening
 from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.probe.run import impatient
@@ -645,10 +645,11 @@ def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path
     specs = []
 
     def opener(kind):
-        return lambda spec, status: specs.append(spec) or Mock(spec=kind, limits=None)
+        return lambda spec, status: specs.append(spec) or Mock(spec=kind, limits=Limits())
 
     monkeypatch.setattr(opening, "open_sampler", opener(ServerSampler))
     monkeypatch.setattr(opening, "open_scorer", opener(ServerScorer))
+    monkeypatch.setattr(opening, "with_ends", lambda tokenized, *_: (tokenized, []))
     monkeypatch.setattr(opening, "load_student", lambda *_, **__: (torch.nn.Linear(1, 1), Mock()))
     for kind in (opening.Teachers, opening.TokenizedProblems):
         monkeypatch.setattr(opening, kind.__name__, Mock(return_value=Mock(spec=kind)))

@@ -12,6 +12,9 @@ from prime_composer.step.batch import Pair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
+WHOSE = ("model", "fingerprint", "dtype")
+"""What of a tape's header names a teacher. What its server can give may change in a run."""
+
 
 def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
     """Return digests of data and replay pairs, by the words that name them."""
@@ -26,7 +29,7 @@ def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
 def teacher_headers(
     teachers: Teachers | None, specs: Mapping[TeacherId, BackendSpec]
 ) -> dict[str, dict[str, Any]]:
-    """Return whose answers train, by the teachers' tables, as tapes say it."""
+    """Return whose answers train, by the teachers' tables, as ``is_same_teacher`` compares them."""
     if teachers is None:
         return {}
     headers = {teacher: dict(tape.header) for teacher, tape in teachers.tapes.items()}
@@ -34,7 +37,10 @@ def teacher_headers(
         config = teachers.routing.teachers[teacher]
         if teacher not in headers and not config.base:
             headers[teacher] = header_of(scorer, config, specs[teacher], "", None)
-    return {teacher.table: header for teacher, header in headers.items()}
+    return {
+        teacher.table: {key: header[key] for key in WHOSE if key in header}
+        for teacher, header in headers.items()
+    }
 
 
 def _digest(items: Iterable[object]) -> str:
