@@ -106,8 +106,9 @@ def try_saving(model: Any, tokenizer: Any) -> None:
             what = "tokenizer"
             tokenizer.save_pretrained(folder)
             again = transformers.AutoTokenizer.from_pretrained(str(folder))
-        except OSError:  # of the disk, which has a sentence of its own
-            raise
+        except OSError as error:  # of the disk, which may not say where
+            place = str(error.filename or folder)
+            raise OSError(error.errno, error.strerror or str(error), place) from error
         except Exception as error:  # transformers and tokenizers raise anything
             raise ModelUnavailable(
                 f"[student] its checkpoints could not be written or read: {what}, in {folder} "

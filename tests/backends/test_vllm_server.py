@@ -23,8 +23,10 @@ from prime_composer.backends.protocols import Limits, SamplingParams
 from prime_composer.local import opening
 from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.probe.run import impatient
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.prompts import Ends
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.registry import open_sampler
 from prime_composer.samplers.server import ServerSampler
@@ -649,7 +651,9 @@ def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path
 
     monkeypatch.setattr(opening, "open_sampler", opener(ServerSampler))
     monkeypatch.setattr(opening, "open_scorer", opener(ServerScorer))
-    monkeypatch.setattr(opening, "with_ends", lambda tokenized, *_: (tokenized, []))
+    tokenized = Mock(spec=TokenizedProblems, ends=Ends((1,), 1))
+    with_ends = tokenized, []
+    monkeypatch.setattr(opening, "with_ends", lambda *_: with_ends)
     monkeypatch.setattr(opening, "load_student", lambda *_, **__: (torch.nn.Linear(1, 1), Mock()))
     for kind in (opening.Teachers, opening.TokenizedProblems):
         monkeypatch.setattr(opening, kind.__name__, Mock(return_value=Mock(spec=kind)))
