@@ -32,6 +32,8 @@ HEAD_METHOD = "prime_composer_head"
 TABLES_METHOD = "prime_composer_tables"
 """The same of ``pair_tables.take_tables``."""
 
+ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
+
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update", "wake_up")
 """Methods of vLLM's worker, where it has them, after which its weights may be others."""
 
@@ -90,6 +92,27 @@ def patch_runner(module: ModuleType) -> None:
         }
 
     runner_class._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+def patch_rotary(module: ModuleType) -> None:
+    """Let a CPU build rotate queries and keys that a model splits into heads, as LFM2 does.
+
+    Its kernel takes [tokens, heads, head_size] for one head after the other, and rotates them by
+    other tokens' positions.
+
+    TODO(vllm): leave it alone once the kernel reads three dimensions.
+    """
+    rotary: Any = module.RotaryEmbedding
+    theirs = rotary.forward_cpu
+
+    def forward_cpu(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        flat = None if key is None else key.reshape(len(key), -1)
+        rotated, rotated_key = theirs(self, positions, query.reshape(len(query), -1), flat)
+        return rotated.view_as(query), None if key is None else rotated_key.view_as(key)
+
+    rotary.forward_cpu = forward_cpu
 
 
 def fingerprint_of(runner: Any) -> str:
@@ -192,6 +215,7 @@ LAYOUTS = (
             "vllm.v1.worker.gpu_worker": {"Worker.get_model": ("self",)},
             "vllm.v1.worker.worker_base": {"WorkerBase.get_model": ("self",)},
             "vllm.model_executor.layers.logits_processor": {},
+            ROTARY: {"RotaryEmbedding.forward_cpu": ("self", "positions", "query", "key")},
         },
         {
             "vllm.v1.worker.gpu_model_runner": patch_runner,
@@ -199,6 +223,7 @@ LAYOUTS = (
             "vllm.v1.worker.gpu_worker": patch_loads,
             "vllm.v1.worker.worker_base": patch_worker,
             "vllm.model_executor.layers.logits_processor": patch_logits,
+            ROTARY: patch_rotary,
         },
     ),
 )  # fmt: skip

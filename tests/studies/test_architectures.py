@@ -49,10 +49,16 @@ def test_model_that_no_run_takes_fails_the_dry_run(
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("name", "cell"), [("OLMo-2", "student/vllm"), ("OPT-350m's form", "teacher/vllm")]
+    ("name", "cell"),
+    [
+        ("OLMo-2", "student/vllm"),
+        ("OPT-350m's form", "teacher/vllm"),
+        ("LFM2", "teacher/vllm"),
+    ],
 )
 def test_vllm_cell_agrees_with_float64(name: str, cell: str, tmp_path: Path):
-    """transformers' own class inside vLLM leaves the trainer's model alone; a narrow head holds."""
+    """transformers' own class inside vLLM leaves the trainer's model alone; a narrow head holds;
+    queries that come split into heads are rotated by their own positions."""
     assert_right(fill(name, cell, tmp_path, SECONDS))
 
 
