@@ -86,14 +86,9 @@ def fix_frequencies(model: nn.Module, context: int | None) -> None:
 
 
 def try_saving(model: Any, tokenizer: Any) -> None:
-    """Save a model and its tokenizer into a scratch folder, weights left out, and read them back.
+    """Refuse a model or tokenizer that a scratch folder does not give back as it was.
 
-    Args:
-        model: with ``save_pretrained`` of transformers' signature.
-        tokenizer: its tokenizer.
-
-    Raises:
-        ModelUnavailable: something cannot be written, or is not read back as it was.
+    Weights are left out. ``save_pretrained`` of the model has transformers' signature.
     """
     transformers = import_transformers()
     what = "config, generation config and adapter"
@@ -125,12 +120,8 @@ def try_saving(model: Any, tokenizer: Any) -> None:
 class LoadedModel:
     """A transformers model in memory: what sampler and scorer share.
 
-    Args:
-        model: a model, a directory or a hub id.
-        dtype: of weights and activations, where the model is loaded here.
-        device: None is the GPU where there is one.
-        max_model_len: longest sequence, within the model's own window, which is also that of None.
-            Rotary frequencies are fixed for it.
+    ``max_model_len`` is within the model's own window, which is also that of None. Rotary
+    frequencies are fixed for it.
     """
 
     def __init__(
