@@ -31,11 +31,6 @@ WAY_OUT = (
 )
 """What to do about logits that are more than a product."""
 
-MORE = (
-    "does more to its logits than multiplying hidden states with the head's weight (a scale, a "
-    "cap), and the chunked head does not"
-)
-
 
 class ModelUnavailable(ValueError):
     """A model or tokenizer could not be loaded; the message says why and names the remedy."""
@@ -287,7 +282,10 @@ def check_plain_head(model: nn.Module) -> None:
             f"(final_logit_softcapping), and the chunked head does not; {WAY_OUT}"
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
-    more = f"{type(model).__name__} {MORE}; {WAY_OUT}"
+    more = (
+        f"{type(model).__name__} does more to its logits than multiplying hidden states with the "
+        f"head's weight (a scale, a cap), and the chunked head does not; {WAY_OUT}"
+    )
     if weight.is_meta:
         if not _is_plain_form(net):
             raise ModelUnavailable(more)

@@ -321,18 +321,19 @@ def foreign_classes_kept() -> Iterator[None]:
 
     module: Any = decorators
     compiled: Any = getattr(module, "_support_torch_compile", None)
+    if compiled is None:
+        yield
+        return
 
     def own_alone(cls: type, *arguments: Any, **named: Any) -> type:
         own: type = compiled(cls, *arguments, **named) if cls.__module__.startswith("vllm") else cls
         return own
 
-    if compiled is not None:
-        module._support_torch_compile = own_alone
+    module._support_torch_compile = own_alone
     try:
         yield
     finally:
-        if compiled is not None:
-            module._support_torch_compile = compiled
+        module._support_torch_compile = compiled
 
 
 @dataclass

@@ -395,9 +395,10 @@ def _open_scorers(
             continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")
         with in_table(teacher.table):
-            scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
-        opened.callback(scorers[teacher].close)
-        head = getattr(scorer := scorers[teacher], "head_dtype", None)
+            scorer = open_scorer(replace(spec, starting=spec.starting or resumes), status)
+        opened.callback(scorer.close)
+        scorers[teacher] = scorer
+        head = getattr(scorer, "head_dtype", None)
         head = "" if head is None else f", its output head in {head}"
         if isinstance(scorer, Served):
             answers = f"answers in {scorer.dtype}{head}"
