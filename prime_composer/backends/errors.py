@@ -18,14 +18,7 @@ def how_to_install() -> str:
 
 
 class ServerError(ValueError):
-    """The server cannot be used; the message names the remedy.
-
-    Args:
-        message: what is wrong.
-        url: the server's, without credentials.
-        section: the recipe's table that describes the server.
-        key: the recipe's key to change, where there is one.
-    """
+    """The server at ``url`` (without credentials) cannot be used; the message names the remedy."""
 
     def __init__(
         self,
@@ -42,12 +35,7 @@ class ServerError(ValueError):
 
 
 class Refused(Exception):
-    """The server answered with an error that another try does not change.
-
-    Args:
-        status: of the answer.
-        reason: the server's own words.
-    """
+    """The server answered with an error that another try does not change."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(status, reason)
@@ -74,17 +62,10 @@ def own_words(error: BaseException) -> str:
 
 @contextmanager
 def library_errors(table: str, library: str, work: str) -> Iterator[None]:
-    """Within the block, turn a library's own errors into one sentence with its words.
+    """Within the block, turn a library's own errors into ``BackendFailed``, which names ``table``.
 
     A ``ValueError``, a library that is missing, and what the system refuses stay what they are.
-
-    Args:
-        table: the recipe's table of the model, in brackets.
-        library: its name.
-        work: what it was asked for, such as "open DIR".
-
-    Raises:
-        BackendFailed: anything else.
+    ``work`` is what the library was asked for, such as "open DIR".
     """
     try:
         yield
@@ -124,11 +105,7 @@ def check_wanted() -> None:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error that torch or safetensors wrapped into their own.
-
-    Returns:
-        The error itself where it is an ``OSError``; None where no such error is behind it.
-    """
+    """Return the ``OSError`` that an error is, or that torch or safetensors wrapped; else None."""
     if isinstance(error, OSError):
         return error
     if isinstance(error, ValueError):  # ours, which may quote such a message

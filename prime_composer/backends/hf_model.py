@@ -31,22 +31,13 @@ WAY_OUT = (
 )
 """What to do about logits that are more than a product."""
 
-MORE = (
-    "does more to its logits than multiplying hidden states with the head's weight (a scale, a "
-    "cap), and the chunked head does not"
-)
-
 
 class ModelUnavailable(ValueError):
     """A model or tokenizer could not be loaded; the message says why and names the remedy."""
 
 
 def import_transformers() -> Any:
-    """Return the transformers module, imported without a torchvision that would break it.
-
-    Raises:
-        ImportError: transformers is missing; the message names the pip line.
-    """
+    """Return the transformers module, imported without a torchvision that would break it."""
     hide_cuda_packages()
     try:
         import transformers
@@ -61,11 +52,7 @@ def import_transformers() -> Any:
 
 @contextmanager
 def explained(model: str | Path) -> Iterator[None]:
-    """Within the block, turn the library's errors of loading ``model`` into one sentence.
-
-    Raises:
-        ModelUnavailable: the model is not there or cannot be read, or the hub cannot be reached.
-    """
+    """Within the block, turn the library's errors of loading into ``ModelUnavailable``."""
     if not Path(model).is_dir():
         reason = missing_folder(str(model))
         if reason is not None:
@@ -85,11 +72,7 @@ def explained(model: str | Path) -> Iterator[None]:
 
 
 def read_config(model: str | Path) -> Any:
-    """Return the transformers config of a model directory or hub id.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
-    """
+    """Return the transformers config of a model directory or hub id."""
     with explained(model):
         return import_transformers().AutoConfig.from_pretrained(str(model))
 
@@ -98,9 +81,6 @@ def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
     """Return every id that ends a completion, in ascending order.
 
     They come from the generation config, the config, and the tokenizer.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
     """
     transformers = import_transformers()
     sources = [read_config(model)]
@@ -123,11 +103,7 @@ def ids_of(source: Any) -> set[int]:
 
 
 def load_tokenizer(model: str | Path) -> Any | None:
-    """Return the tokenizer of a model directory or hub id; None for a directory without one.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
-    """
+    """Return the tokenizer of a model directory or hub id; None for a directory without one."""
     if Path(model).is_dir() and not has_tokenizer(Path(model)):
         return None
     with explained(model):
@@ -137,17 +113,9 @@ def load_tokenizer(model: str | Path) -> Any | None:
 def load_model(
     model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
 ) -> nn.Module:
-    """Return a causal language model in eval mode.
+    """Return a causal language model in eval mode. ``device`` None is the GPU where there is one.
 
     Without dropout the student's log-probs are those that the sampler computes.
-
-    Args:
-        model: a directory or a hub id.
-        dtype: of the weights.
-        device: None is the GPU where there is one.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
     """
     transformers = import_transformers()
     if device is None:
@@ -172,10 +140,8 @@ class OwnGenerationConfig:
     """A model's generation_config.json, which ``save_pretrained`` writes as it is.
 
     transformers reads files that it refuses to write, such as one with a temperature and without
-    ``do_sample``. It writes others than it has read.
-
-    Attributes:
-        content: of the file; None for a model without one, whose copies have none either.
+    ``do_sample``. It writes others than it has read. A model without the file (None) gives its
+    copies none either.
     """
 
     content: bytes | None
@@ -193,11 +159,7 @@ class OwnGenerationConfig:
 
 
 def shapes(model: str | Path) -> nn.Module:
-    """Return a model without weights, in float32, as its config describes it.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
-    """
+    """Return a model without weights, in float32, as its config describes it."""
     config = read_config(model)
     with explained(model), torch.device("meta"):
         net: nn.Module = import_transformers().AutoModelForCausalLM.from_config(config)
@@ -205,11 +167,7 @@ def shapes(model: str | Path) -> nn.Module:
 
 
 def check_finite(net: nn.Module, model: str | Path) -> None:
-    """Check that no weight is NaN or infinite. Quantized weights are not looked at.
-
-    Raises:
-        ModelUnavailable: one is; the message names it.
-    """
+    """Check that no weight is NaN or infinite. Quantized weights are not looked at."""
     for name, weight in net.named_parameters():
         if weight.dtype not in PLAIN_DTYPES or weight.numel() == 0:
             continue
@@ -223,14 +181,9 @@ def check_finite(net: nn.Module, model: str | Path) -> None:
 def load_student(model: str | Path) -> tuple[nn.Module, Any]:
     """Return a causal language model of a directory or hub id, in float32, and its tokenizer.
 
-    The tokenizer is None where the directory contains none.
-
-    Raises:
-        ImportError: transformers is missing.
-        ModelUnavailable: there is no such model, it is stored in fewer bits, or the hub cannot be
-            reached. Or its logits are more than hidden states times the head's weight (a bias,
-            soft-capping, a scale).
-        ValueError: the tokenizer has ids that the head does not.
+    The tokenizer is None where the directory contains none. Refused are a model that is stored in
+    fewer bits, one whose logits are more than hidden states times the head's weight (a bias,
+    soft-capping, a scale), and a tokenizer with ids that the head does not have.
     """
     net = load_model(model)
     if (stored := getattr(net.config, "quantization_config", None)) is not None:
@@ -271,9 +224,6 @@ def checkpoint_layers(model: nn.Module) -> None:
 
     transformers only recomputes layers whose ``training`` flag is set. It is set on those layers
     alone: the modules inside them stay in eval mode, so dropout stays off.
-
-    Raises:
-        ValueError: the model cannot do it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -292,12 +242,9 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def lm_head_weight(model: nn.Module) -> Tensor:
-    """Return the weight [V, d] that turns final hidden states into logits.
+    """Return the weight [V, d] that turns final hidden states into logits. A bias is refused.
 
     Where it is tied to the embeddings, this is the embeddings' own weight.
-
-    Raises:
-        ModelUnavailable: the model has no such matrix, or adds a bias to its logits.
     """
     net: Any = model
     head = net.get_output_embeddings()
@@ -325,9 +272,6 @@ def check_plain_head(model: nn.Module) -> None:
     """Check on four tokens that the logits are hidden states times the head's weight.
 
     Of a model without weights (``shapes``) the form alone is looked at.
-
-    Raises:
-        ModelUnavailable: they are not, because of soft-capping, a scale, or a bias.
     """
     net: Any = model
     weight = lm_head_weight(model)
@@ -338,7 +282,10 @@ def check_plain_head(model: nn.Module) -> None:
             f"(final_logit_softcapping), and the chunked head does not; {WAY_OUT}"
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
-    more = f"{type(model).__name__} {MORE}; {WAY_OUT}"
+    more = (
+        f"{type(model).__name__} does more to its logits than multiplying hidden states with the "
+        f"head's weight (a scale, a cap), and the chunked head does not; {WAY_OUT}"
+    )
     if weight.is_meta:
         if not _is_plain_form(net):
             raise ModelUnavailable(more)

@@ -169,9 +169,6 @@ def cache_root() -> Path:
 
     It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
     ~/.cache).
-
-    Raises:
-        ValueError: a variable names the home directory of a user that does not exist.
     """
     own = os.environ.get(CACHE_VARIABLE)
     folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"

@@ -174,11 +174,7 @@ class Server:
     async def _complete(
         self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
     ) -> memoryview:
-        """Return the answer's body.
-
-        Raises:
-            ServerError: as ``Connection.request``, or the server refuses; the message quotes it.
-        """
+        """Return the answer's body."""
         path, body = "/v1/completions", completion_request(self.model, prompt, settings)
         try:
             return await self._connection.request(

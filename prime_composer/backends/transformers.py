@@ -16,7 +16,7 @@ from prime_composer.backends.hf_model import (
     read_config,
     without_progress_bars,
 )
-from prime_composer.backends.model_files import fingerprint
+from prime_composer.backends.model_files import cached_file
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.scratch import scratch_folder
 
@@ -26,16 +26,14 @@ LENGTHENING = ("linear", "dynamic")
 
 def window(model: str | Path) -> int | None:
     """Return ``window_of`` a model on this machine; None for one that is not, or not readable."""
-    try:
-        if fingerprint(str(model)) is None:
+    with suppress(OSError, ValueError):  # whoever opens the model says what is wrong
+        if cached_file(model, "config.json") is None:
             return None
-        return window_of(read_config(model))
-    except ModelUnavailable:  # of a type that transformers does not know, if it is one at all
-        generic = import_transformers().PreTrainedConfig
-        with suppress(OSError, ValueError):
+        try:
+            return window_of(read_config(model))
+        except ModelUnavailable:  # of a type that transformers does not know, if it is one at all
+            generic = import_transformers().PreTrainedConfig
             return window_of(generic.from_pretrained(str(model)))
-    except OSError:  # a name that no file can have; whoever opens the model says so
-        pass
     return None
 
 
@@ -66,12 +64,12 @@ def fix_frequencies(model: nn.Module, context: int | None) -> None:
     """
     net: Any = model
     length = context or window_of(net.config)
+    if length is None:
+        return
     for module in net.modules():
         kinds = getattr(module, "rope_type", None)
         for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
-            if length is None or not isinstance(kind, str):
-                continue
-            if kind != "longrope" and "dynamic" not in kind:
+            if not isinstance(kind, str) or (kind != "longrope" and "dynamic" not in kind):
                 continue
             # The module's own update, once, and then no more of them.
             x = torch.zeros(1, device=next(module.buffers()).device)
@@ -86,14 +84,9 @@ def fix_frequencies(model: nn.Module, context: int | None) -> None:
 
 
 def try_saving(model: Any, tokenizer: Any) -> None:
-    """Save a model and its tokenizer into a scratch folder, weights left out, and read them back.
+    """Refuse a model or tokenizer that a scratch folder does not give back as it was.
 
-    Args:
-        model: with ``save_pretrained`` of transformers' signature.
-        tokenizer: its tokenizer.
-
-    Raises:
-        ModelUnavailable: something cannot be written, or is not read back as it was.
+    Weights are left out. ``save_pretrained`` of the model has transformers' signature.
     """
     transformers = import_transformers()
     what = "config, generation config and adapter"
@@ -126,12 +119,8 @@ def try_saving(model: Any, tokenizer: Any) -> None:
 class LoadedModel:
     """A transformers model in memory: what sampler and scorer share.
 
-    Args:
-        model: a model, a directory or a hub id.
-        dtype: of weights and activations, where the model is loaded here.
-        device: None is the GPU where there is one.
-        max_model_len: longest sequence, within the model's own window, which is also that of None.
-            Rotary frequencies are fixed for it.
+    ``max_model_len`` is within the model's own window, which is also that of None. Rotary
+    frequencies are fixed for it.
     """
 
     def __init__(

@@ -299,10 +299,7 @@ def default_kv_cache_bytes(
 def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
     """Return the bytes of a sequence in the key-value cache of a CPU build.
 
-    Args:
-        config: the model's, of transformers.
-        dtype: of the activations, in vLLM's words.
-        length: its tokens; None is the model's limit.
+    It has ``length`` tokens; None is the model's limit.
     """
     length = length or window_of(config) or USUAL_WINDOW
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -324,18 +321,19 @@ def foreign_classes_kept() -> Iterator[None]:
 
     module: Any = decorators
     compiled: Any = getattr(module, "_support_torch_compile", None)
+    if compiled is None:
+        yield
+        return
 
     def own_alone(cls: type, *arguments: Any, **named: Any) -> type:
         own: type = compiled(cls, *arguments, **named) if cls.__module__.startswith("vllm") else cls
         return own
 
-    if compiled is not None:
-        module._support_torch_compile = own_alone
+    module._support_torch_compile = own_alone
     try:
         yield
     finally:
-        if compiled is not None:
-            module._support_torch_compile = compiled
+        module._support_torch_compile = compiled
 
 
 @dataclass
@@ -371,13 +369,6 @@ class PackedWeights:
 
         Each parameter is freed once it is packed. So after ``drop`` the engine never takes more
         than its weights and one layer's. Without it the old packed weights are there as well.
-
-        Args:
-            worker: vLLM's.
-            weights: every weight of the model, by the names of its checkpoint.
-
-        Raises:
-            ValueError: vLLM's loader left a parameter out.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -412,8 +403,7 @@ def freed_once_packed(
 ) -> Iterator[None]:
     """Within the block, free each parameter that vLLM has packed and removed from its layer.
 
-    Args:
-        take: is given the layer, the parameter, and its shape before.
+    ``take`` is given the layer, the parameter, and its shape before.
     """
     from vllm.model_executor.layers import utils
 

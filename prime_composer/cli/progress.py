@@ -17,9 +17,7 @@ LINE_EVERY = 10
 class Screen:
     """Show step, loss and tokens per second in a bar, and a line for each evaluation above it.
 
-    Args:
-        total: steps of the run.
-        done: steps that a resumed run has behind it.
+    ``done`` are the steps that a resumed run has behind it.
     """
 
     def __init__(self, total: int, done: int = 0):
@@ -58,12 +56,7 @@ class Screen:
         self._print(text)
 
     def preparing(self, name: str, steps: int) -> Callable[[int, int, float], None]:
-        """Announce the preparation of a model, and return the callback of its SFT.
-
-        Args:
-            name: the model as a person reads it, for example ``student`` or ``teacher math``.
-            steps: steps of its SFT; 0 for one that is not trained.
-        """
+        """Announce the preparation of a model, and return the callback of its SFT, if any."""
         self.status(f"preparing the {name} (once; it is cached)")
         task = self._start_task(f"{name} SFT", steps) if steps else None
 

@@ -92,12 +92,8 @@ def outcome_table(
 ) -> Table:
     """Return the table of two evaluations of a run: teacher, student before, student after.
 
-    Args:
-        title: of the table.
-        before: what was measured before training, the teacher's scores among it.
-        after: what was measured last.
-        environments: the recipe's environments with their titles, where there are several.
-        temperatures: of sampled answers.
+    ``before`` has the teacher's scores. ``environments`` are the recipe's titles by name, where
+    there are several.
     """
     table = Table(title=title)
     for name in ("", "teacher", "student before", "student after"):
@@ -308,11 +304,8 @@ def print_table(
 ) -> None:
     """Print a table; in a narrow terminal a block for each row. No number is left out or cut.
 
-    Args:
-        screen: the terminal.
-        head: titles of the columns.
-        rows: cells of each row. The first one names the row in a block.
-        names: how many columns, from the left, are names. They are folded before the table is.
+    The first cell of a row names it in a block. The first ``names`` columns are names, which are
+    folded before the table is.
     """
     any_width = screen.options.update(max_width=sys.maxsize)
     for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
@@ -340,11 +333,6 @@ def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) 
 
     The score is accuracy or a graded metric, of several the first one, with the teacher's. Without
     one it is the share of answers that were cut. A single run also shows the parts of its loss.
-
-    Args:
-        runs: the run directories.
-        output: the file.
-        log_kl: draw the KL on a logarithmic axis.
     """
     several = len(runs) > 1
     read = [(run, read_metrics(run)) for run in runs]

@@ -54,12 +54,9 @@ class Clock:
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """A step's batch, and what was measured while it was collected.
+    """A step's batch, and the metrics of its rollouts and scores.
 
-    Attributes:
-        batch: the batch.
-        metrics: of its rollouts and scores.
-        seconds: of the phases of its collection, where that ran beside other work.
+    ``seconds`` are of the phases of its collection, where that ran beside other work.
     """
 
     batch: Batch
@@ -72,11 +69,6 @@ class Collector:
     """Collects the batch of a step: ``problems``, ``sample``, ``grade`` and ``score``, in order.
 
     Attributes:
-        engine: the open models.
-        trainer: the recipe's ``[trainer]``.
-        rollout: its ``[rollout]``.
-        replay: its ``[replay]``.
-        clock: measures sampling, grading and scoring.
         metrics: what was measured in this step.
         island: number of this island, from 0, and how many there are; None without islands.
     """
@@ -169,12 +161,10 @@ def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> 
 
 @dataclass(frozen=True)
 class Played:
-    """A step's rollouts in environments by id.
+    """A step's rollouts in environments by id, with reward and advantage, and their metrics.
 
-    Attributes:
-        samples: with reward and advantage. A rollout is several samples where its conversation
-            branched. One that failed has none, and is not part of its group.
-        metrics: means per rollout, and shares of the rollouts.
+    A rollout is several samples where its conversation branched. One that failed has none, and is
+    not part of its group.
     """
 
     samples: Sequence[Sample] = ()
@@ -185,10 +175,7 @@ class Played:
 class Sampled:
     """What a step sampled, before answers to problems are graded.
 
-    Attributes:
-        problems: what was asked, without the tasks of environments by id.
-        rollouts: the answers, ``prompt_index`` into ``problems``.
-        played: the rollouts of the tasks.
+    The tasks of environments by id are not among ``problems``; their rollouts are ``played``.
     """
 
     problems: Sequence[Problem]
@@ -218,9 +205,6 @@ def play(
     """Play ``group_size`` rollouts of each task, at least one.
 
     The prompt indices of the tasks begin at ``first_index``, behind those of the step's problems.
-
-    Raises:
-        EnvironmentFailed: every rollout failed, and the step has no other.
     """
     params = SamplingParams(
         temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens
@@ -362,11 +346,7 @@ def teacher_rollouts(
 
 
 def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Rollout:
-    """Return a teacher's answer up to its first id that the student's head lacks, as if cut there.
-
-    Raises:
-        InvalidAnswer: nothing is left.
-    """
+    """Return a teacher's answer as if cut at its first id that the student's head lacks."""
     places = lacking(rollout.token_ids, vocab_size).nonzero()
     if not len(places):
         return rollout

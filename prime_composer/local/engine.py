@@ -82,10 +82,8 @@ class Engine:
     """The open models of a run.
 
     Attributes:
-        problems: the recipe's problems, in the student's tokens.
         loss: the recipe's loss, which decides what the teachers score.
         model: the student that trains, in float32.
-        sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own, and may sample; None where neither the
             loss nor ``[rollout]`` needs one.
         reward_scale: lambda of G-OPD, with which the teachers' scores are extrapolated from the
@@ -93,10 +91,8 @@ class Engine:
         policy_teacher: scores with the policy itself; None without ``[teacher.policy]``.
         policy_overflow: what to do with a rollout that its hint makes too long.
         policy_room: tokens that a policy teacher may read.
-        teacher_specs: how the teachers were opened.
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         pairs: the preference pairs of a file.
-        environments: the environments by id, running; None without one.
         context: longest sequence in tokens that the engines read.
         latent: the weights behind a student that stays rounded; None for any other.
         adapter: the adapter of a LoRA student; None for any other.
@@ -153,10 +149,6 @@ class Engine:
         teacher.
 
         A policy teacher leaves out the samples that it has no hint for.
-
-        Raises:
-            InvalidAnswer: a teacher lists an id that is no padding of the student's vocabulary.
-            ValueError: a sample does not fit into its teacher's window, and its rule is "error".
         """
         if self.teachers is not None and self.loss.compares_with_teacher:
             fitted = self.fit(samples)
@@ -309,11 +301,7 @@ class Engine:
         return moving | {IDENTITY: {"data": self.data_digests, "teachers": headers}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            RecipeError: the data, the replay pairs or a tape are others now.
-        """
+        """Restore what ``state_dict`` returned. Other data, pairs or tapes are refused."""
         tapes = {} if self.teachers is None else self.teachers.tapes
         alone = {one.table: tape.header for one, tape in tapes.items() if tape.live is None}
         check_identity(state.get(IDENTITY, {}), self.data_digests, alone)

@@ -56,14 +56,7 @@ GROWTH = "rollout/growth"
 
 @dataclass(frozen=True)
 class Sign:
-    """What a limit of ``[checks.collapse]`` is about.
-
-    Attributes:
-        metric: of a step.
-        largest: whether the limit is the largest value; otherwise it is the smallest.
-        words: the value in a sentence.
-        remedy: what helps.
-    """
+    """What a limit of ``[checks.collapse]`` is about: the largest or smallest value of a metric."""
 
     metric: str
     largest: bool
@@ -125,7 +118,6 @@ class CollapseCheck:
     """Whether the student's answers are beyond a limit, and since when.
 
     Attributes:
-        config: the recipe's ``[checks.collapse]``.
         knows_start: the first step was taken.
         first_length: mean length of the run's first rollouts; None where it is not known.
         since: limit -> first step beyond it, until ``steps`` in a row are within it again.
@@ -203,11 +195,7 @@ class ExplodedWeights(NonFiniteLoss):
 
 @dataclass(frozen=True, eq=False)
 class WeightCheck:
-    """The norms of the tensors that train, at the start of the run.
-
-    Attributes:
-        norms: Euclidean norm of each parameter, in the model's order, on the CPU.
-    """
+    """The Euclidean norms of the tensors that train, at the run's start, in the model's order."""
 
     norms: Tensor
 
@@ -217,15 +205,7 @@ class WeightCheck:
         return cls(norms_of([*trained(model).values()]))
 
     def check(self, model: nn.Module, step: int) -> None:
-        """Refuse weights that are NaN, infinite, or whose norm grew beyond ``LARGEST_GROWTH``.
-
-        Args:
-            model: the student, after the optimizer's step.
-            step: the step's number, for the message.
-
-        Raises:
-            ExplodedWeights: a tensor is; the message names it.
-        """
+        """Refuse weights that are NaN, infinite, or whose norm grew beyond ``LARGEST_GROWTH``."""
         names, parameters = zip(*trained(model).items(), strict=True)
         norms = norms_of(parameters)
         sizes = torch.tensor([parameter.numel() for parameter in parameters])
@@ -269,8 +249,7 @@ def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
 def tokens_of_no_use(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return a warning for each metric by which many tokens of a step say little to the student.
 
-    Args:
-        metrics: of the step. With several teachers, a teacher's name is in front of each.
+    With several teachers, a teacher's name is in front of each metric.
     """
     return {
         name: f"{metrics[name]:.1%} {remedy} ({name})"

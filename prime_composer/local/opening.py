@@ -128,17 +128,10 @@ def open_engine(
     Where one of them cannot be opened, those that are open already are closed.
 
     Args:
-        recipe: the recipe.
-        problems: its problems.
         paths: directories of the prepared models, by table ("student", "teacher", "teachers.NAME").
-        status: callback for progress messages.
         student_dir: the student's weights in a checkpoint; None for the recipe's own. With them a
             server is waited for in full, because it may have been restarted together with the run.
         teachers_alone: the engine only scores. Its student has no weights, and samples nothing.
-
-    Raises:
-        ImportError: a backend's library is missing; the message names the pip line.
-        ValueError: a model, a backend or the file of preference pairs is unusable.
     """
     origin = model_origin(recipe.student, "student", paths)
     resumes = student_dir is not None
@@ -402,9 +395,10 @@ def _open_scorers(
             continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")
         with in_table(teacher.table):
-            scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
-        opened.callback(scorers[teacher].close)
-        head = getattr(scorer := scorers[teacher], "head_dtype", None)
+            scorer = open_scorer(replace(spec, starting=spec.starting or resumes), status)
+        opened.callback(scorer.close)
+        scorers[teacher] = scorer
+        head = getattr(scorer, "head_dtype", None)
         head = "" if head is None else f", its output head in {head}"
         if isinstance(scorer, Served):
             answers = f"answers in {scorer.dtype}{head}"

@@ -57,10 +57,8 @@ class Finding:
     """What a check found. One check may have several warnings beside its own result.
 
     Attributes:
-        name: the check's.
         state: its result, or "warning" for what is legal but worth knowing.
         text: what is wrong or worth knowing, or why the check was skipped; empty where all is well.
-        numbers: what was measured, by name.
     """
 
     name: str
@@ -71,11 +69,9 @@ class Finding:
 
 @dataclass
 class Preflight:
-    """Result of the checks.
+    """What each check found, in their order, and what each teacher was asked, with its scores.
 
-    Attributes:
-        findings: what each check found, in their order.
-        probes: what each teacher was asked, and its scores. A teacher without problems has none.
+    A teacher without problems is asked nothing.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -94,18 +90,9 @@ class Preflight:
 
 
 def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Preflight:
-    """Run every check, the cheap ones first.
+    """Run every check, the cheap ones first. An error names which of several teachers it is about.
 
     The weights of student and sampler are the same afterwards as before.
-
-    Args:
-        engine: the open models.
-        recipe: the recipe that they were opened from.
-        status: callback for warnings and the result.
-
-    Raises:
-        PreflightError: a check failed. Of several teachers the message names the one that it is
-            about.
     """
     result = Preflight()
     for name, check in Checks(engine, recipe, result.probes).by_name().items():
@@ -150,11 +137,8 @@ def passed(name: str, warnings: Iterable[str] = (), **numbers: float) -> list[Fi
 class Checks:
     """Every check of a recipe's open models. Each returns its findings, or raises an error.
 
-    Attributes:
-        engine: the open models.
-        recipe: the recipe that they were opened from.
-        probes: receives what each teacher was asked.
-        sends_weights: whether the sampler may be sent perturbed weights.
+    ``probes`` receives what each teacher was asked. ``sends_weights`` says whether the sampler may
+    be sent perturbed weights.
     """
 
     engine: Engine
@@ -341,11 +325,7 @@ def check_routing(routing: Routing, problems: ProblemSet) -> None:
 
 
 def check_objective(config: LossConfig, rollout: RolloutConfig) -> None:
-    """Refuse cross-entropy on the student's own samples: its expected gradient is 0.
-
-    Raises:
-        PreflightError: a loss of the recipe is ``on_given_text``, and all sequences are sampled.
-    """
+    """Refuse cross-entropy on the student's own samples: its expected gradient is 0."""
     for section, (loss, _) in config.needs_by_section().items():
         if loss.on_given_text and rollout.student_fraction == 1:
             raise PreflightError(

@@ -22,17 +22,8 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 class Tracker:
     """Writes one record per step; on resume, drops records newer than the checkpoint.
 
-    Args:
-        run_dir: the run directory.
-        config: the recipe's ``[logging]``.
-        resume_step: the checkpoint's step; None for a fresh run.
-        warn: called with a sentence about records that are lost.
-
-    Attributes:
-        last_step: of the newest record; -1 without one.
-
-    Raises:
-        ValueError: ``[logging.wandb]`` is set and W&B is not installed.
+    ``warn`` is called with a sentence about records that are lost. ``last_step`` is that of the
+    newest record; -1 without one.
     """
 
     def __init__(
@@ -120,11 +111,7 @@ class Tracker:
             self._tensorboard = writer_after(path.parent, step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one record, whole or not at all. A crash of this process does not lose it.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-        """
+        """Write one record, whole or not at all. A crash of this process does not lose it."""
         line = (json.dumps({"step": step, **metrics}) + "\n").encode()
         end = os.fstat(self._file.fileno()).st_size
         try:
@@ -195,11 +182,9 @@ def import_wandb() -> Any:
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return every record of a run, in order. A last line cut short by a crash is left out.
 
-    Of a directory of stages these are the records of all of them. Steps count on over the stages,
-    and what a stage measures before its first step belongs to the last step before it.
-
-    Raises:
-        ValueError: there is no metrics file, or another line is not a record.
+    Any other line that is no record is refused. Of a directory of stages these are the records of
+    all of them. Steps count on over the stages, and what a stage measures before its first step
+    belongs to the last step before it.
     """
     path = Path(run_dir) / METRICS_FILE
     try:

@@ -80,18 +80,8 @@ def check_weight_sync(
     keeps old weights would agree. The second one sends the original weights again. The prompt is
     long and the same each time, so that stale key-value entries would be reused.
 
-    Args:
-        sampler: the student's.
-        model: the student; its weights are the same afterwards as before.
-        prompts: prompts of the run.
-        engine_dtype: the sampler's dtype, which sets the tolerance.
-
-    Returns:
-        The largest difference of a token's log-prob, in nats.
-
-    Raises:
-        PreflightError: it is above the tolerance; the message says which weights or cache are
-            stale.
+    The result is the largest difference of a token's log-prob, in nats. ``engine_dtype``, the
+    sampler's, sets what is refused. The weights of the student are the same afterwards as before.
     """
     as_loaded = check_loaded_weights(sampler, model, prompts, engine_dtype)
     limit = TOLERANCES[engine_dtype]
@@ -123,9 +113,6 @@ def check_batches(engine: Engine, rollout: RolloutConfig, prompts: Sequence[Sequ
     """Check the rows of every transformers model of a run, padded as its backends pad them.
 
     The trainer and scorers pad on the right, and samplers on the left.
-
-    Raises:
-        PreflightError: as ``check_rows``.
     """
     longest = max(map(len, prompts)) + rollout.max_tokens
     models = [("student", engine.model, engine.sampler.limits.max_model_len)]
@@ -149,9 +136,6 @@ def check_rows(
     """Check that a short sequence has the same log-probs alone and beside a ``longest`` one.
 
     Both are padded on each of these sides. The message names the recipe's ``table`` and the model.
-
-    Raises:
-        PreflightError: they differ.
     """
     head = lm_head_weight(model)
     tokens = [token % len(head) for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]

@@ -27,16 +27,10 @@ class UnusableRow(ValueError):
 def parse_rows(
     rows: Iterable[tuple[str, R]], parse: Callable[[R], T], limit: int | None = None
 ) -> list[T]:
-    """Return what ``parse`` makes of each row.
+    """Return what ``parse`` makes of each row, which comes with its place, for messages.
 
-    Args:
-        rows: each with its place, for messages.
-        parse: turns a row into what is returned; a ``ValueError`` says what is wrong.
-        limit: read only so many rows.
-
-    Raises:
-        ValueError: rows are malformed. The message contains ``place: what is wrong`` for the first
-            five of them.
+    Where it raises a ``ValueError`` with what is wrong, one is raised that has ``place: what is
+    wrong`` of the first five such rows.
     """
     parsed: list[T] = []
     errors: list[str] = []
@@ -55,10 +49,9 @@ def parse_rows(
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -> list[T]:
-    """Return what ``parse`` makes of each line of a JSONL file. Empty lines are skipped.
+    """Return what ``parse_rows`` makes of a JSONL file, with ``file:line`` as places.
 
-    Raises:
-        ValueError: the file cannot be read, or as ``parse_rows``; a place is ``file:line``.
+    Empty lines are skipped.
     """
     try:
         return parse_rows(_lines(path), lambda line: parse(_json(line)), limit)
@@ -110,9 +103,7 @@ def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
 def problem_of_row(row: Any, config: DataConfig) -> Problem:
     """Return a row as a problem.
 
-    Raises:
-        UnusableRow: the prompt or the answer is empty, or the metric cannot use the answer.
-        ValueError: the row is no object, or one of its columns is malformed.
+    ``UnusableRow`` is raised where prompt or answer is empty, or the metric cannot use the answer.
     """
     if not isinstance(row, Mapping):
         wanted = f'"{config.prompt_key}" and "{config.answer_key}"'
@@ -280,12 +271,7 @@ def _text(value: Any, column: str, key: str) -> str:
 
 
 def value_at(row: Mapping[str, Any], column: str, key: str) -> Any:
-    """Return what a column of a row contains.
-
-    Raises:
-        KeyError: there is no such column; its argument is a message that names those that there
-            are.
-    """
+    """Return what a column of a row contains. A ``KeyError`` says which columns there are."""
     value: Any = row
     for name in [column] if column in row else column.split("."):
         if not isinstance(value, Mapping) or name not in value:

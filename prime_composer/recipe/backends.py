@@ -61,11 +61,7 @@ METHODS = {"Sampler": ("generate", "update_weights"), "Scorer": ("score",)}
 
 
 def backend_of(name: str) -> Backend:
-    """Return what a recipe names: one of ``BUILT_IN``, ``"module:class"`` or ``"module:function"``.
-
-    Raises:
-        ValueError: the name is unknown, or what it names does not keep to the form.
-    """
+    """Return what a recipe names: one of ``BUILT_IN``, or ``"module:class_or_function"``."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     form = "name one of your own as 'my_package.my_module:MyBackend'"

@@ -158,9 +158,8 @@ class RolloutConfig(Table):
     def context(self, needed: int = 0, windows: Iterable[int | None] = ()) -> int:
         """Return ``max_model_len``, or what it is where it is unset.
 
-        Args:
-            needed: tokens of the longest prompt and its completion.
-            windows: positions of the models that read them; None where they are not known.
+        ``needed`` are the tokens of the longest prompt and its completion, and ``windows`` the
+        positions of the models that read them; None where they are not known.
         """
         if self.max_model_len is not None:
             return self.max_model_len
@@ -225,10 +224,7 @@ def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:
 def check_growth(rollout: RolloutConfig, steps: int, reader: str | None) -> None:
     """Refuse a budget that does not grow, or whose cuts would be a student's mistakes.
 
-    Args:
-        rollout: the table.
-        steps: steps of the run.
-        reader: the setting that reads rewards; None where nothing does.
+    ``reader`` is the setting that reads rewards; None where nothing does.
     """
     growth = rollout.growth
     if growth is None:

@@ -11,11 +11,9 @@ from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
 @total_ordering
 @dataclass(frozen=True)
 class TeacherId:
-    """A teacher of a recipe, or the reference that it is extrapolated from.
+    """A teacher of a recipe, or the ``[reference]`` that it is extrapolated from.
 
-    Attributes:
-        name: its name under ``[teachers]``, or None for the single ``[teacher]``.
-        is_reference: it is ``[reference]``, which has no name.
+    ``name`` is that under ``[teachers]``, and None for the single ``[teacher]`` or the reference.
     """
 
     name: str | None = None
@@ -89,11 +87,7 @@ class Routing:
         }
 
     def of(self, problem: Problem) -> dict[TeacherId, float]:
-        """Return the teachers that score a problem's rollouts, with weights that add up to 1.
-
-        Raises:
-            RecipeError: the problem's row names a teacher that the recipe does not have.
-        """
+        """Return the teachers that score a problem's rollouts, with weights that add up to 1."""
         named = [teacher.name for teacher in self.teachers if teacher.name is not None]
         if problem.teacher is None or not named:
             return self.of_environment(problem.environment)
@@ -105,11 +99,7 @@ class Routing:
         return {TeacherId(problem.teacher): 1.0}
 
     def readers(self, problem: Problem) -> list[TeacherId]:
-        """Return all that score a problem's rollouts: its teachers, and the reference.
-
-        Raises:
-            RecipeError: as ``of``.
-        """
+        """Return all that score a problem's rollouts: its teachers, and the reference."""
         return [*self.of(problem), *([REFERENCE] if REFERENCE in self.teachers else [])]
 
     def route(self, problems: Iterable[Problem]) -> dict[TeacherId, list[Problem]]:

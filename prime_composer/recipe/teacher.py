@@ -234,11 +234,7 @@ class TeacherConfig(ModelConfig):
         return self.model_copy(update={"model": student.model, "prepare": student.prepare})
 
     def runs_on(self, student_backend: str) -> str:
-        """Return the teacher's backend: its own, "server" where it has a URL, or the student's.
-
-        Raises:
-            ValueError: none of them says how to run it.
-        """
+        """Return the teacher's backend: its own, "server" where it has a URL, or the student's."""
         if self.own_backend is not None:
             return self.own_backend
         if self.url is not None:

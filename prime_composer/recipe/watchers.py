@@ -92,10 +92,8 @@ class UntilConfig(Table):
     def best(self, evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step of the best value where that is ``plateau`` evaluations old, else None.
 
-        Of equal values the first is the best. NaN is no value.
-
-        Args:
-            evaluations: step -> what was measured after it.
+        The values are by the step that they were measured after. Of equal ones the first is the
+        best. NaN is no value.
         """
         sign = -1.0 if self.less_is_better else 1.0
         values = [
@@ -122,11 +120,8 @@ def check_until(
 ) -> None:
     """Refuse an end that no evaluation could bring.
 
-    Args:
-        until: the table.
-        evaluation: the recipe's ``[eval]``.
-        steps: steps of the run.
-        measured: metrics that an evaluation of the recipe measures, and that have a better side.
+    ``measured`` are the metrics that an evaluation of the recipe measures and that have a better
+    side.
     """
     if until is None:
         return

@@ -75,11 +75,7 @@ class BackendSpec:
         return self.url is not None
 
     def connection(self, status: Status | None) -> dict[str, Any]:
-        """Return how its server is asked: ``backends.http.ConnectionOptions``.
-
-        Args:
-            status: shown when the run waits for it.
-        """
+        """Return how its server is asked. ``status`` is shown when the run waits for it."""
         return {
             "wait": self.wait,
             "starting": self.starting,
@@ -133,16 +129,7 @@ SAMPLERS = {"vllm": _vllm, "transformers": _transformers, "server": _server}
 
 
 def open_sampler(spec: BackendSpec, status: Status | None = None) -> Sampler:
-    """Open what samples rollouts of a model.
-
-    Args:
-        spec: the model and what runs it.
-        status: shown when the run waits for a server.
-
-    Raises:
-        ImportError: the backend's library is missing; the message names the pip line.
-        ValueError: the backend refuses the model or its settings, or is no sampler.
-    """
+    """Open what samples rollouts of a model."""
     opens = SAMPLERS.get(spec.backend)
     with library_errors(spec.section, spec.backend, f"open {spec.model}"):
         sampler = opens(spec, status) if opens is not None else open_outside(spec, status, Sampler)
@@ -159,16 +146,7 @@ def with_errors(opened: Any, spec: BackendSpec) -> Any:
 
 
 def open_outside(spec: BackendSpec, status: Status | None, role: Any) -> Any:
-    """Open a sampler or scorer from outside the package.
-
-    Args:
-        spec: the model and what runs it.
-        status: shown to the user.
-        role: ``Sampler`` or ``Scorer``.
-
-    Raises:
-        ValueError: what was opened does not have that role.
-    """
+    """Open a sampler or scorer from outside the package."""
     opens = backend_of(spec.backend).opens
     assert opens is not None
     opened = opens(spec, status or (lambda _: None))

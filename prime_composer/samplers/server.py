@@ -332,9 +332,6 @@ class ServerSampler(Server):
         """Refuse raw log-probs. They ignore the temperature: at 2 the two best must come closer.
 
         A server that was restarted is asked again.
-
-        Raises:
-            ServerError: the server returns raw log-probs.
         """
         seen = self.starts, self._connection.outages
         if seen == self._processed_at:

@@ -94,12 +94,7 @@ class ScoringEndpoint:
             app.router.routes.insert(0, Route(path, route, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
-
-        Raises:
-            ValueError: the engine has another model runner or several pipeline stages, or leaves
-                hidden states of prompts out. Or a kind of scores from outside cannot be loaded.
-        """
+        """Refuse an engine that would answer with vLLM's own numbers, and note the facts."""
         register()
         register_named()
         config = engine_client.vllm_config
@@ -291,9 +286,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 class Windows(Response):
     """A response of the plugin that is sent as fast as its client takes it, never copied whole.
 
-    Args:
-        parts: its bytes.
-        held: given back once they are sent, or the client is gone or does not take them.
+    ``held`` is given back once it is sent, or the client is gone or does not take it.
     """
 
     def __init__(self, parts: Sequence[Bytes], held: AsyncExitStack):

@@ -43,11 +43,7 @@ class Head:
 
 
 def find_head(model: nn.Module) -> Head:
-    """Return what a model of vLLM multiplies hidden states with.
-
-    Raises:
-        ValueError: its logits do not come from one plain matrix.
-    """
+    """Return what a model of vLLM multiplies hidden states with. It has to be one plain matrix."""
     processors = [part for part in model.modules() if type(part).__name__ == "LogitsProcessor"]
     if len(processors) != 1:
         raise ValueError(f"the model has {len(processors)} logits processors, not one")
@@ -80,9 +76,6 @@ def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
 
     A model may have hidden states of another width than its config says, and a kernel that is given
     a wrong width reads and writes beyond its memory.
-
-    Raises:
-        ValueError: the model changes hidden states before its head, or logits after it.
     """
     parameter = next(model.parameters())
     hidden, logits = torch.zeros(2, 1, 1, dtype=parameter.dtype, device=parameter.device)
@@ -109,12 +102,8 @@ def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
 def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
     """Return the head's facts, or some of its rows, as a method of vLLM's worker.
 
-    Everything is of types that vLLM sends between its processes without pickling.
-
-    Args:
-        worker: vLLM's.
-        first: first row.
-        last: the row after the last one; equal to ``first`` for the facts.
+    Everything is of types that vLLM sends between its processes without pickling. ``last`` is the
+    row after the last one; equal to ``first`` for the facts.
     """
     try:
         head = find_head(worker.get_model())

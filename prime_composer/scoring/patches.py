@@ -49,10 +49,7 @@ class UnknownVllm(RuntimeError):
 class Layout:
     """What of vLLM is read and replaced.
 
-    Attributes:
-        name: for messages.
-        surface: module -> "Class.method" -> the parameters that it must have.
-        patches: module -> what replaces something in it.
+    ``surface`` has the parameters that a "Class.method" of a module must have.
     """
 
     name: str
@@ -230,12 +227,7 @@ LAYOUTS = (
 
 
 def install() -> None:
-    """Patch the modules of vLLM that are loaded, and the others once they are. Twice is harmless.
-
-    Raises:
-        UnknownVllm: no layout fits a loaded module; for the others, their import raises it.
-        ValueError: a kind of scores from outside cannot be loaded.
-    """
+    """Patch the modules of vLLM that are loaded, others once they are. Twice is harmless."""
     register()
     register_named()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
@@ -246,11 +238,7 @@ def install() -> None:
 
 
 def patch(module: ModuleType) -> None:
-    """Patch one module of vLLM, once.
-
-    Raises:
-        UnknownVllm: no layout fits it.
-    """
+    """Patch one module of vLLM, once."""
     if hasattr(module, _PATCHED):
         return
     missing = []

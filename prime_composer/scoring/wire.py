@@ -49,8 +49,7 @@ WITHOUT_PLUGIN = (
 class WireError(ValueError):
     """Bytes that are no request or no response of this version.
 
-    Attributes:
-        is_ours: they come from this plugin, of whatever version.
+    ``is_ours`` says whether they come from this plugin, of whatever version.
     """
 
     def __init__(self, message: str, is_ours: bool = True):
@@ -291,12 +290,7 @@ class TablesRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TablesResponse(msgspec.Struct):
-    """A response of ``TABLES_PATH``: all workers have the tables.
-
-    Attributes:
-        plugin: ``NAME``.
-        version: the server's.
-    """
+    """A response of ``TABLES_PATH``: all workers have the tables."""
 
     plugin: str
     version: int
@@ -308,11 +302,7 @@ class _Greeting(msgspec.Struct):
 
 
 def decode_response(content: Bytes, kind: type[Any]) -> Any:
-    """Return a ``ScoreResponse`` or a ``HeadResponse``, whose arrays are views of ``content``.
-
-    Raises:
-        WireError: it is something else, or of another version.
-    """
+    """Return a ``ScoreResponse`` or a ``HeadResponse``, whose arrays are views of ``content``."""
     try:
         greeting = msgspec.msgpack.decode(content, type=_Greeting)
     except (ValueError, RecursionError) as error:
@@ -352,11 +342,8 @@ def response_parts(response: ScoreResponse) -> list[Bytes]:
 def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
     """Return the SHA-256 of each row of a head, one after the other.
 
-    They do not depend on how workers share the rows among them.
-
-    Args:
-        weight: [rows, d].
-        bias: [rows]; a row's entry is hashed after its weights.
+    They do not depend on how workers share the rows among them. A row's bias is hashed after its
+    weights.
     """
     if bias is None:
         return b"".join(sha256(row).digest() for row in weight)
@@ -367,15 +354,7 @@ def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
 
 
 def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
-    """Return name -> array, [n] or [n, columns]. No byte is copied.
-
-    Args:
-        rows: the response for one sequence.
-        n: the rows that were asked for.
-
-    Raises:
-        WireError: fields and data do not fit together, or the number of rows is another one.
-    """
+    """Return name -> array, [n] or [n, columns]. No byte is copied. ``n`` rows were asked for."""
     if rows.n != n:
         raise WireError(f"{rows.n} rows, where {n} were expected")
     arrays: dict[str, NDArray[Any]] = {}
@@ -403,11 +382,7 @@ def encode_ids(ids: Sequence[Sequence[int]] | NDArray[Any]) -> str:
 
 
 def decode_ids(text: str, n: int) -> NDArray[np.int32]:
-    """Return the ids of ``encode_ids``, [n, m].
-
-    Raises:
-        WireError: it is no such text, or its length is no multiple of n.
-    """
+    """Return the ids of ``encode_ids``, [n, m]."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

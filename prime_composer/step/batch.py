@@ -93,12 +93,9 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The training data of one step.
+    """The rollouts of one step that train, and the preference pairs of the replay channel.
 
-    Attributes:
-        samples: the rollouts that train.
-        pairs: preference pairs of the replay channel.
-        temperature: with which the student sampled.
+    ``temperature`` is that with which the student sampled.
     """
 
     samples: Sequence[Sample]

@@ -25,13 +25,9 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs of one forward, and what they were made of.
+    """Inputs of one forward, whose graph leads to the model's parameters.
 
-    Attributes:
-        inputs: the loss's inputs; their graph leads to the model's parameters.
-        names: the sequences, for error messages.
-        tokens: trained tokens of the rollouts; 0 in a micro-batch of preference pairs.
-        pairs: preference pairs; 0 in a micro-batch of rollouts.
+    ``tokens`` is 0 in a micro-batch of preference pairs, and ``pairs`` in one of rollouts.
     """
 
     inputs: LossInputs
@@ -49,27 +45,15 @@ def accumulate_gradients(
     reference: nn.Module | None = None,
     mismatch: Mismatch | None = None,
 ) -> dict[str, float]:
-    """Run the backward pass of the step's loss.
+    """Run the backward pass of the step's loss, which adds to the parameters' ``grad``.
 
     With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. N is the number of pairs
     for a loss of answer pairs. Preference pairs contribute their mean times the weight of their
-    channel.
+    channel. ``reference`` is the frozen policy of the replay channel's loss, where that needs one.
 
-    Args:
-        model: the student; gradients are added to its parameters' ``grad``.
-        loss: the recipe's loss.
-        batch: the step's samples and pairs.
-        config: micro-batch size and dtype.
-        step: the step's number, for error messages.
-        reference: the frozen policy of the replay channel's loss, where that loss needs one.
-        mismatch: collects how far the sampler's log-probs are from the student's.
-
-    Returns:
-        "loss", the step's loss per token or per pair of answers, and the loss's own metrics,
-        averaged by their type. Empty where there is nothing to train on.
-
-    Raises:
-        NonFiniteLoss: raised before the backward pass of that micro-batch.
+    The result has "loss", the step's loss per token or per pair of answers, and the loss's own
+    metrics, averaged by their type. It is empty where there is nothing to train on.
+    ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
     """
     divisor = divisor_of(loss, batch)
     loss_sum = torch.zeros(())

@@ -49,9 +49,7 @@ class SamplerCheck:
         limit: largest KL(mu || trainer) of a step, in nats per token. Infinite with
             ``rollout.ahead``, where the trainer has other weights than the sampler had. The same
             difference of the logits makes a KL that goes with 1/T^2, and so does the limit.
-        dtype: the trainer's, for the message.
         with_solutions: whether some tokens are the data's, which have no mu.
-        served: whether the sampler is a server, for the message.
     """
 
     limit: float
@@ -101,9 +99,6 @@ class Mismatch:
 
     It is unbiased, and never negative (k3 of http://joschu.net/blog/kl-approx.html). A few tokens
     far in the tails can make it any number, so that the step is judged by ``capped_kl``.
-
-    Attributes:
-        check: the limit, and whose tokens have no mu.
     """
 
     check: SamplerCheck
@@ -134,11 +129,7 @@ class Mismatch:
         return capped if math.isfinite(float(self._sums[0])) else math.nan
 
     def result(self, step: int) -> dict[str, float]:
-        """Return the step's metric; empty where no token was sampled.
-
-        Raises:
-            SamplerMismatch: the KL is above the limit, or not a number.
-        """
+        """Return the step's metric; empty where no token was sampled."""
         if not self._tokens:
             return {}
         kl = self.capped_kl

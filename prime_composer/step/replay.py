@@ -38,9 +38,6 @@ def read_pairs(
 
     Each line is an object with the strings "question", "chosen" and "rejected". Where a recipe has
     several environments it also has "environment", whose prompt template is used.
-
-    Raises:
-        ValueError: the file is missing or empty, or a line is malformed (``file:line: reason``).
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
@@ -51,11 +48,7 @@ def read_pairs(
 
 
 def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends) -> Pair:
-    """Return a row of a file of pairs as a pair.
-
-    Raises:
-        ValueError: a string is missing or empty, or the environment is unknown.
-    """
+    """Return a row of a file of pairs as a pair."""
     for key in ("question", "chosen", "rejected"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f'"{key}" must be a string that is not empty')
@@ -85,11 +78,7 @@ def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0
 def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:
     """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i.
 
-    Args:
-        model: the student.
-        pairs: the pairs of one micro-batch.
-        reference: the frozen policy whose log-probs become ``ref_logprobs``; None leaves them
-            unset.
+    ``ref_logprobs`` are those of ``reference``, the frozen policy; None leaves them unset.
     """
     responses = [
         Sample(s.rollout, s.problem) for pair in pairs for s in (pair.chosen, pair.rejected)

@@ -48,11 +48,6 @@ def student_inputs(
             states, and the weight of the output embeddings turns them into logits.
         samples: the rollouts. Either all of them have scores or none has, and the same holds for
             advantages and credits. A value that no sample has is None in the result.
-        temperature: with which the student sampled them.
-
-    Raises:
-        ValueError: a rollout trains on its first token, which no context predicts.
-        InvalidAnswer: a server's hidden states do not belong to its head (``states``).
     """
     head = lm_head_weight(model)
     device = head.device
@@ -124,13 +119,7 @@ def student_inputs(
 def _of_sequences(
     samples: Sequence[Sample], counts: Int[Tensor, " b"], device: torch.device
 ) -> dict[str, Any]:
-    """Return what the samples say of their tokens, by its name in ``LossInputs``.
-
-    Args:
-        samples: the rollouts.
-        counts: trained tokens of each.
-        device: of the results.
-    """
+    """Return what the samples say of their tokens, by its name in ``LossInputs``."""
 
     def per_token(values: Iterable[Any]) -> Tensor | None:
         known = [value for value in values if value is not None]
@@ -184,13 +173,7 @@ def heads_of(samples: Sequence[Sample]) -> list[TeacherHead]:
 
 
 def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sample]) -> TwoHeads:
-    """Return the student's and the teachers' logits of the trained tokens, by their hidden states.
-
-    Args:
-        student: the student's.
-        heads: the teachers'.
-        samples: the rollouts with their scores.
-    """
+    """Return the student's and the teachers' logits of the trained tokens."""
     device = student.hidden.device
     teachers, weights = [], []
     for head in heads:

@@ -41,11 +41,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:
-    """Check that both have the same tokens with the same ids, and split the same text equally.
-
-    Raises:
-        PreflightError: they differ; the message names the first difference.
-    """
+    """Check that both have the same tokens with the same ids, and split the same text equally."""
     remedy = f"choose a teacher and a student with one tokenizer, or {COMPARE_TEXT}"
     student_vocab, teacher_vocab = student.get_vocab(), teacher.get_vocab()
     for token in sorted({*special_tokens(student), *special_tokens(teacher)}):
@@ -80,13 +76,8 @@ def common_ends(
 ) -> tuple[Ends, list[str]]:
     """Return what ends a text for a student and its teachers, and what a user has to know of it.
 
-    A text ends where one of them ends it, and where the chat template ends an answer.
-
-    Args:
-        tokenizer: the student's, which the teachers share.
-        own: ids that end a text by the student's files.
-        turns: ids with which its chat template ends the data's answers.
-        teachers: ids that end a text for each teacher whose files are known, by its name.
+    A text ends where one of them ends it by its files (``own``, and ``teachers`` by name), and
+    where the chat template ends an answer (``turns``).
     """
     ends = Ends.of(tokenizer, turns, {*own}.union(*teachers.values()))
     lines = [
@@ -135,18 +126,7 @@ class TokenServer(Protocol):
 
 
 def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
-    """Compare the student's tokenizer with the one of a teacher's server.
-
-    Args:
-        student: the student's tokenizer.
-        scorer: the teacher's.
-
-    Returns:
-        Whether the server could be asked.
-
-    Raises:
-        PreflightError: they differ.
-    """
+    """Compare tokenizers with a teacher's server, and return whether it could be asked."""
     if not isinstance(scorer, TokenServer):
         return False
     was_asked = False
@@ -196,17 +176,7 @@ def check_vocabularies(
 ) -> list[str]:
     """Compare head sizes with the tokenizer and each other, and K with both heads' limits.
 
-    Args:
-        vocab_size: entries of the student's head.
-        limits: the teacher's.
-        tokens: tokens of the tokenizer.
-        support_size: K.
-
-    Returns:
-        A warning where the heads differ in padding.
-
-    Raises:
-        PreflightError: an id of one side is out of the other's range, or K is too large.
+    ``tokens`` are those of the tokenizer. The result warns of heads that differ in padding.
     """
     teacher_size = limits.vocab_size
     if tokens > vocab_size:
@@ -256,15 +226,7 @@ def check_vocabularies(
 
 
 def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
-    """Check that a KL over all ids can be measured.
-
-    Args:
-        vocab_size: entries of the student's head.
-        scorer: the teacher's.
-
-    Raises:
-        PreflightError: the heads have different sizes, and the server gives no hidden states.
-    """
+    """Check that a KL over all ids can be measured."""
     size = scorer.limits.vocab_size
     if size not in (None, vocab_size) and not scorer.gives_any_ids:
         raise PreflightError(
@@ -280,9 +242,6 @@ def check_ids(scores: Scores, vocab_size: int) -> None:
 
     That the scores are log-probs of distinct ids of the teacher's own head is checked where they
     are made (``backends.answers``).
-
-    Raises:
-        PreflightError: one is not.
     """
     alien = alien_id(scores, vocab_size)
     if alien is not None:

@@ -50,14 +50,7 @@ class OutputHead:
         return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
 
     def of_teacher(self, origin: str) -> TeacherHead:
-        """Return the head, with the dtype that the server multiplies in.
-
-        Args:
-            origin: the server in words, for messages.
-
-        Raises:
-            InvalidAnswer: weight or bias is not finite.
-        """
+        """Return the head, with the dtype that the server multiplies in."""
         head = teacher_head(
             DTYPES_BY_NAME[self.facts.computed_in],
             self.weight,
@@ -90,14 +83,8 @@ def teacher_head(
 def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
     """Return weight and bias of a checkpoint's output head, from its safetensors files.
 
-    Embeddings stand for a head that is tied to them.
-
-    Args:
-        folder: of the checkpoint.
-        rows: number of rows to read; a padded vocabulary may have more.
-
-    Raises:
-        ValueError: there is none.
+    Embeddings stand for a head that is tied to them. A padded vocabulary may have more than
+    ``rows``.
     """
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):

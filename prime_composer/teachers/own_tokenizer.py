@@ -90,21 +90,9 @@ def with_own_tokenizer(
     table: str,
     student_end: int | None = None,
 ) -> "OwnTokenizerScorer":
-    """Let a teacher with a tokenizer of its own score the student's tokens.
+    """Let a teacher with a tokenizer of its own, that of ``model``, score the student's tokens.
 
-    Args:
-        scorer: the teacher's.
-        model: the teacher's directory or hub id, which has its tokenizer.
-        problem_set: the recipe's problems.
-        student: the student's tokenizer.
-        student_prompt: returns the student's prompt of a problem.
-        loss: the recipe's loss.
-        vocab_size: entries of the student's head.
-        table: the teacher's table, for messages.
-        student_end: the student's id that ends an answer; None takes its tokenizer's.
-
-    Raises:
-        PreflightError: the tokenizers cannot be compared.
+    ``student_end`` is the student's id that ends an answer; None takes its tokenizer's.
     """
     tokenizer = own_tokenizer_of(model, table)
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
@@ -122,15 +110,7 @@ class OwnTokenizerScorer:
 
     A support has the sampled token, then the most probable ids whose probability one pass of the
     teacher resolves; other columns are not known. A token of which the teacher has no probability
-    is not ``scored``.
-
-    Args:
-        scorer: the teacher's, in its own tokens.
-        pair: the tokenizers.
-        prompts: returns the teacher's prompt of a student's.
-        vocab_size: entries of the student's head.
-        fixed: supports must not depend on the sampled token.
-        table: the teacher's table, for messages.
+    is not ``scored``. Where ``fixed``, supports must not depend on the sampled token.
     """
 
     gives_any_ids = False
@@ -175,12 +155,7 @@ class OwnTokenizerScorer:
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
     ) -> list[Scores]:
-        """Score as ``protocols.Scorer`` says, K ids at most.
-
-        Raises:
-            ValueError: what is asked for needs one tokenizer for both, or a rollout does not fit
-                into the teacher's window.
-        """
+        """Score as ``protocols.Scorer`` says, K ids at most."""
         if support_size == "full" or candidate_ids is not None or hidden or prompts is not None:
             raise ValueError(
                 'a teacher with tokenizer = "own" scores top-K supports of its own choice under '
@@ -254,19 +229,9 @@ class OwnTokenizerScorer:
     def check(self, problems: Sequence[Problem], max_tokens: int, rule: Rule) -> list[str]:
         """Check the teacher's window, its server's limits, and its server's tokenizer.
 
-        Args:
-            problems: those whose rollouts it scores.
-            max_tokens: longest answer, in the student's tokens.
-            rule: what to do with a rollout that is longer than the window.
-
-        Returns:
-            A warning where an unusual rollout may be longer than the window, and one where its
-            server could not be asked how it reads a text.
-
-        Raises:
-            PreflightError: its server has another tokenizer or no scoring plugin, or a full answer
-                does not fit.
-            ServerError: its server does not answer for so long a text at once.
+        ``problems`` are those whose rollouts it scores, and ``max_tokens`` counts the student's
+        tokens. The result warns of an unusual rollout that may be longer than the window, and of a
+        server that could not be asked how it reads a text.
         """
         live = live_of(self.scorer)
         if isinstance(live, TokenServer) and not live.gives_any_ids:
@@ -370,9 +335,7 @@ class OwnTokenizerScorer:
 class ByRows:
     """Scores of a student's tokens from a teacher's rows, which are summed here or by its server.
 
-    Args:
-        pair: both tokenizers.
-        fixed: supports must not depend on the sampled token.
+    Where ``fixed``, supports must not depend on the sampled token.
     """
 
     def __init__(self, pair: Pair, *, fixed: bool = False):
@@ -390,11 +353,9 @@ class ByRows:
         return can_sum and READ < size and len(self.pair.teacher.of_id) <= size
 
     def ids_read(self, size: int, *, can_sum: bool) -> int:
-        """Return how many ids are read of each row.
+        """Return how many ids are read of each row of a head with ``size`` entries.
 
-        Args:
-            size: entries of the teacher's head.
-            can_sum: its server has the kind ``student_candidates``.
+        ``can_sum`` says that its server has the kind ``student_candidates``.
         """
         if self._is_summed(size, can_sum=can_sum):
             return LISTED  # of what follows its own tokens
@@ -412,12 +373,7 @@ class ByRows:
     ) -> tuple[Scores, Totals]:
         """Return the scores of the student's tokens, and sums over them.
 
-        Args:
-            plan: how the text is read.
-            read: the teacher's scores of its own tokens.
-            k: ids of a support.
-            size: entries of the teacher's head.
-            question: what its server was asked; None: sum here.
+        ``question`` is what the teacher's server was asked; None sums here.
         """
         if question is not None:
             candidates, listed = read_answer(self.pair, question, read)

@@ -54,17 +54,7 @@ SCORERS = {"vllm": _vllm, "transformers": _transformers, "server": _server}
 
 
 def open_scorer(spec: BackendSpec, status: Status | None = None) -> Scorer:
-    """Open what scores rollouts with a teacher, for any K up to the vocabulary (a server sets its
-    own).
-
-    Args:
-        spec: the model and what runs it.
-        status: shown when the run waits for a server.
-
-    Raises:
-        ImportError: the backend's library is missing; the message names the pip line.
-        ValueError: the backend refuses the model or its settings, or is no scorer.
-    """
+    """Open a teacher's scorer, for any K up to the vocabulary. A server has a K of its own."""
     opens = SCORERS.get(spec.backend)
     with library_errors(spec.section, spec.backend, f"open {spec.model}"):
         scorer = opens(spec, status) if opens is not None else open_outside(spec, status, Scorer)

@@ -169,9 +169,6 @@ class ServerScorer(Server):
         """The client, which knows whether the server has the scoring plugin.
 
         A server that was lost meanwhile is asked again.
-
-        Raises:
-            ServerError: the plugin is of another version, or another model's than before.
         """
         if self._connection.outages != self._asked_at:
             self._connection.run(self._client.discover())
@@ -181,17 +178,7 @@ class ServerScorer(Server):
     def check_room(
         self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
     ) -> None:
-        """Check that the scoring plugin answers for so long a rollout at once. JSON has no limit.
-
-        Args:
-            tokens: the rollout's own.
-            support_size: K.
-            by_student: its ids are the student's choice.
-            hidden: with hidden states.
-
-        Raises:
-            ServerError: it does not.
-        """
+        """Check that the plugin answers for so long a rollout at once. JSON has no limit."""
         client = self.client
         if client.facts is not None:
             k = client.facts.vocab_size if support_size == "full" else support_size

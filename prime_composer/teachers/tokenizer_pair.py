@@ -35,12 +35,6 @@ class TeacherPrompts:
     """The prompts of a recipe's problems, in the teacher's tokens.
 
     Called with the student's token ids of a prompt, it returns the teacher's.
-
-    Args:
-        problem_set: the problems.
-        student: the student's tokenizer.
-        teacher: the teacher's.
-        student_prompt: returns the student's prompt of a problem.
     """
 
     def __init__(
@@ -57,11 +51,7 @@ class TeacherPrompts:
         self._prompt = cache(self._rendered)
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
-        """Return the teacher's prompt of the problem whose prompt this is.
-
-        Raises:
-            ValueError: it is the prompt of no problem of the recipe.
-        """
+        """Return the teacher's prompt of the problem whose prompt this is."""
         if not self._problems:
             self._problems = {
                 tuple(self._student_prompt(problem)): problem
@@ -127,17 +117,10 @@ def make_pair(
     """Return the tables of two tokenizers of transformers.
 
     Args:
-        teacher: the teacher's tokenizer.
-        student: the student's.
-        teacher_ends: the teacher's ids that end a text.
         texts: texts as the teacher writes them.
-        table: the teacher's table in the recipe, for messages.
         sizes: entries of the teacher's and the student's heads.
         leads: what the teacher and the student write in front of an answer (``lead_of``).
         student_end: the student's id that ends an answer; None takes its tokenizer's.
-
-    Raises:
-        PreflightError: both are the same, or one of them is none that can be compared.
     """
     own = f'[{table}] tokenizer = "own"'
     student_end = student.eos_token_id if student_end is None else student_end
@@ -178,9 +161,6 @@ def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:
 
     The chat template decides: some write a space between its prompt and the answer, so that the
     first token begins with one. Without a template the answer has the space itself.
-
-    Raises:
-        PreflightError: the recipe's tables of data differ in it.
     """
     first = {problem.environment: problem for problem in reversed(problem_set.practice)}
     leads = {_lead(tokenizer, one, problem_set.config_of(one)) for one in first.values()}
@@ -218,12 +198,7 @@ def are_one(teacher: Any, student: Any, texts: Sequence[str]) -> bool:
 def check_pairs(stored: Mapping[str, str], now: Mapping[str, str]) -> None:
     """Refuse to resume under another pair of tokenizers: the teacher's numbers would be others.
 
-    Args:
-        stored: the checkpoint's digests by table (``Engine.tokenizer_pairs``).
-        now: those of the open models.
-
-    Raises:
-        PreflightError: they differ; the message names the table.
+    Both arguments have digests by table (``Engine.tokenizer_pairs``).
     """
     for table, digest in now.items():
         if stored.get(table) != digest:
@@ -234,15 +209,7 @@ def check_pairs(stored: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def own_tokenizer_of(model: str | Path, table: str) -> Any:
-    """Return the tokenizer of a teacher that has its own.
-
-    Args:
-        model: the teacher's directory or hub id.
-        table: the teacher's table, for messages.
-
-    Raises:
-        PreflightError: there is none.
-    """
+    """Return the tokenizer of a teacher that has its own."""
     try:
         tokenizer = load_tokenizer(model)
     except ModelUnavailable as error:

@@ -50,11 +50,7 @@ others subtract the first A and B from it."""
 
 
 def import_peft() -> Any:
-    """Return peft.
-
-    Raises:
-        ImportError: it is missing; the message names the pip line.
-    """
+    """Return peft."""
     import_transformers()  # peft would import it beside a torchvision that breaks it
     try:
         import peft
@@ -70,8 +66,6 @@ class Adapter:
     """The adapter of a student.
 
     Attributes:
-        model: the student, whose layers have the adapter.
-        config: the recipe's ``[student.lora]``.
         base: directory or hub id of the model without it.
         digest: SHA-256 of the base's weights.
         merge: whether a checkpoint is the merged model.
@@ -97,10 +91,6 @@ class Adapter:
 
         B begins at 0, so that the model computes what it did, bit for bit. A is random by the seed.
         With a checkpoint, or else with ``start``, both are those of that directory.
-
-        Raises:
-            ImportError: peft is missing.
-            ModelUnavailable: the model has no such layers, or the directory's adapter is another.
         """
         peft = import_peft()
         names = layers_to_adapt(model, config.targets)
@@ -170,12 +160,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take the weights of an adapter's directory, or of a checkpoint.
-
-        Raises:
-            ModelUnavailable: it is no adapter, one of other layers, rank or alpha, or one of
-                another base, as far as its file says.
-        """
+        """Take the weights of an adapter's directory, or of a checkpoint."""
         from safetensors import SafetensorError, safe_open
 
         folder = folder_of_adapter(folder)
@@ -209,11 +194,7 @@ def folder_of_adapter(checkpoint: Path) -> Path:
 
 
 def check_directory(folder: Path, config: LoraConfig) -> None:
-    """Check that a directory has an adapter of this rank and alpha. No weights are read.
-
-    Raises:
-        ModelUnavailable: it has not.
-    """
+    """Check that a directory has an adapter of this rank and alpha. No weights are read."""
     described: Mapping[str, Any] | None = read_json(folder / CONFIG)
     if described is None or not (folder / WEIGHTS).is_file():
         raise ModelUnavailable(
@@ -239,15 +220,9 @@ def check_directory(folder: Path, config: LoraConfig) -> None:
 def layers_to_adapt(
     model: nn.Module, targets: Literal["all-linear"] | tuple[str, ...]
 ) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by name.
+    """Return the layers that get an adapter, by name: plain linear ones in float32.
 
-    Args:
-        model: a plain model.
-        targets: last parts of their names; "all-linear" for every linear layer but the head.
-
-    Raises:
-        ModelUnavailable: there are none, one is no plain linear layer in float32, or a target names
-            none.
+    ``targets`` are the last parts of their names, or "all-linear" for all but the head.
     """
     net: Any = model
     layers = dict(linear_layers(model))

@@ -40,10 +40,8 @@ def batch_of_state(
 ) -> Collected:
     """Return what ``batch_state`` was made of.
 
-    Args:
-        state: what it returned.
-        problems: of the step, by the rollouts' ``prompt_index``.
-        pairs: the step's pairs of a file; None where pairs are of its own rollouts.
+    ``problems`` are the step's, by the rollouts' ``prompt_index``. ``pairs`` are its pairs of a
+    file; None where they are of its own rollouts.
     """
     heads = [TeacherHead(**head) for head in state["heads"]]
     if pairs is None:

@@ -68,20 +68,10 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
 class Island:
     """This process among the islands of a run.
 
-    Args:
-        config: the recipe's ``[diloco]``.
-        index: number of the island, from 0.
-        lighthouse: URL of the lighthouse.
-        status: shows a sentence.
-
     Attributes:
         finished: the last step after which an outer step was taken; 0 at the start.
         is_late: the others train already.
         warning: what went wrong at the last outer step; empty where nothing did.
-
-    Raises:
-        ServerError: no lighthouse answers, or another process is this island.
-        IslandRefused: the recipe has no island of this number.
     """
 
     def __init__(
@@ -114,20 +104,11 @@ class Island:
         self._seat.close()
 
     def join(self, tables: Tables, starts: Sequence[int]) -> int | None:
-        """Compare recipes with the others, and agree on the step to start from.
+        """Compare recipes with the others, and return the step to start from.
 
-        Args:
-            tables: the recipe, with every default.
-            starts: finished steps of the checkpoints that this island can start from; 0 alone for a
-                new run.
-
-        Returns:
-            The newest of the steps that every island has; None where the others train already.
-
-        Raises:
-            IslandRefused: another island or the lighthouse has another recipe; an island has left,
-                did not come, is reached at an address of its own machine alone, or has none of
-                these checkpoints.
+        ``starts`` are the finished steps of the checkpoints that this island can start from; 0
+        alone for a new run. The result is the newest that every island has; None where the others
+        train already.
         """
         self._compare_lighthouse()
         address = own_address(self._seat.lighthouse)
@@ -156,14 +137,8 @@ class Island:
     def meet(self, student: Student, engine: Engine, watch: Watch, state: Any = None) -> None:
         """Compare what the islands have opened, and begin to take outer steps with them.
 
-        Args:
-            student: at the run's start, or as a checkpoint has left it.
-            engine: the open models.
-            watch: over the teachers. It takes the questions of the first island.
-            state: ``state_dict`` of the checkpoint; None for a new run.
-
-        Raises:
-            IslandRefused: they are not the same, or two islands share a sampler.
+        ``watch`` takes the questions of the first island. ``state`` is ``state_dict`` of the
+        checkpoint; None for a new run.
         """
         self._student, self._engine, self._state = student, engine, state
         self.finished = student.steps
@@ -195,11 +170,7 @@ class Island:
             self._gather("checked")
 
     def begin(self) -> None:
-        """Begin the steps. Where the others train already, take over their state if it is newer.
-
-        Raises:
-            OuterStepFailed: that failed.
-        """
+        """Begin the steps. Where the others train already, take over their state if it is newer."""
         if self.is_late:
             self._open_outer_steps()
             if self._is_behind:
@@ -232,11 +203,6 @@ class Island:
 
         It may change weights, optimizer and number of the student's steps: to those of the others,
         for an island that was away, or back to the last outer step, where this one failed.
-
-        Raises:
-            OuterStepFailed: there was none, and there will be none; or the state of the others,
-                which are ahead, cannot be had.
-            IslandRefused: the others went on without this island.
         """
         self.warning = ""
         if not self.is_outer(step):
@@ -276,11 +242,7 @@ class Island:
         return self._outer.state_dict()
 
     def finish(self) -> None:
-        """Say that the last step is done.
-
-        Raises:
-            IslandRefused: another island has finished with other weights.
-        """
+        """Say that the last step is done."""
         self._seat.say(done=True)
         self._is_done = True
         self._check_same_weights()
@@ -367,9 +329,6 @@ class Island:
         """Wait until the card of every other island has an entry, and return these cards.
 
         Where others train already, theirs alone are returned at once.
-
-        Raises:
-            IslandRefused: an island has refused, left, or did not come in time.
         """
         others = {*range(self.config.replicas)} - {self.index}
         shown: set[int] = set()

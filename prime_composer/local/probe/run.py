@@ -108,20 +108,13 @@ def probe(
 ) -> ProbeReport:
     """Open a recipe's models, run the preflight's checks, and measure.
 
+    A check that fails, and models that cannot be opened, are part of the result.
+
     Args:
-        recipe: the recipe.
-        problems: its problems.
         paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
-        status: callback for progress messages.
         seconds: time for the speed at one K of one teacher.
         references: positions of a teacher with a tokenizer of its own that are compared with brute
             force.
-
-    Returns:
-        What was found. A check that fails, and models that cannot be opened, are part of it.
-
-    Raises:
-        ImportError: a backend's library is missing; the message names the pip line.
     """
     for table, teacher in Routing.of_recipe(recipe).teachers.items():
         if teacher.tape_only:
@@ -216,11 +209,8 @@ def probe_engine(
 class FirstStep:
     """A step of the recipe, as a run does it, without the optimizer.
 
-    Attributes:
-        samples: its rollouts.
-        fitted: those that train, as the teachers read them.
-        laps: seconds of the parts that ended.
-        error: what ended the step before its end; None where nothing did.
+    ``fitted`` are the samples that train, as the teachers read them. ``laps`` are the seconds of
+    the parts that ended, and ``error`` is what ended the step before its end.
     """
 
     samples: Sequence[Sample] = ()

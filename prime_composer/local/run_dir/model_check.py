@@ -28,16 +28,10 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def check_models(recipe: Recipe, hub: bool = True) -> None:
-    """Check that each model of a run on this machine is there, whole, and long enough.
+    """Refuse a model of a run on this machine that is not there, not whole, or not long enough.
 
-    No weights are read. Teachers on servers are left alone.
-
-    Args:
-        recipe: the recipe.
-        hub: whether to refuse hub ids that are not cached where the hub does not answer.
-
-    Raises:
-        RecipeError: a model does not fit; the message names table, path and what is missing.
+    No weights are read. Teachers on servers are left alone. With ``hub``, a hub id that is not
+    cached is refused where the hub does not answer.
     """
     lora = recipe.student.lora
     if lora is not None and lora.start is not None:
@@ -152,16 +146,9 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> None:
-    """Refuse a model that a backend on this machine cannot run, by its form alone.
+    """Refuse a model, with or without weights, that a backend on this machine cannot run.
 
-    Args:
-        model: with or without weights.
-        backend: what is to run it.
-        dtype: of the backend.
-        trains: whether it is the student, which the backend samples with new weights each step.
-
-    Raises:
-        ModelUnavailable: the backend cannot.
+    ``trains`` says whether it is the student, which the backend samples with new weights each step.
     """
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if backend_of(backend).by_head and not has_cache:

@@ -59,10 +59,6 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
 
     Prompts, hints, solutions and vocabularies are compared with the contexts where the tokenizers
     are in a directory on this machine. Servers are not contacted, and nothing is downloaded.
-
-    Raises:
-        ImportError: a library that the run needs is missing.
-        ValueError: the run would stop before its first step, for this reason.
     """
     check_models(recipe, hub=False)
     routing = Routing.of_recipe(recipe)
@@ -103,12 +99,7 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
 
 
 def require_libraries(recipe: Recipe, routing: Routing) -> None:
-    """Raise where a library that the run would import is not installed.
-
-    Raises:
-        ImportError: naming all of them and the pip lines.
-        ValueError: W&B, or the library of a metric, is missing.
-    """
+    """Refuse a run whose libraries are missing, naming all of them with their pip lines."""
     student = recipe.rollout.backend
     backends = {student}
     if recipe.asks_teacher:
@@ -150,11 +141,7 @@ def describe_model(model: ModelConfig, folder: Path | None) -> str:
 
 
 def describe_adapter(lora: LoraConfig, folder: Path | None) -> str:
-    """Return an adapter's rank and layers, and how many numbers it has where the model is here.
-
-    Raises:
-        ModelUnavailable: the model has no such layers.
-    """
+    """Return an adapter's rank and layers, and how many numbers it has where the model is here."""
     layers = ""
     if folder is not None:
         adapted = layers_to_adapt(shapes(folder), lora.targets).values()

@@ -52,12 +52,8 @@ class Question:
     """What a teacher is asked about one rollout.
 
     Attributes:
-        key: of the answer.
         kind: in words.
-        k: ids per row.
-        hidden: with hidden states.
         start: position of the first scored token in what the teacher reads.
-        rows: scored tokens.
     """
 
     key: str
@@ -106,10 +102,7 @@ def question(
 def text_key(prompt: Sequence[int], params: SamplingParams, *of_call: bytes) -> str:
     """Return the key of the answers that are sampled to a prompt.
 
-    Args:
-        prompt: token ids.
-        params: how they are sampled.
-        of_call: what else they depend on.
+    ``of_call`` is what else they depend on.
     """
     return digest(TEXT.encode(), ids_as_bytes(prompt), repr(params).encode(), *of_call)
 
@@ -140,12 +133,10 @@ def _tensors_of(scores: Scores) -> dict[str, Tensor]:
 
 
 def scores_of_bytes(content: bytes, start: int, head: TeacherHead | None) -> Scores:
-    """Return scores of their bytes.
+    """Return scores of what ``scores_as_bytes`` returned.
 
-    Args:
-        content: what ``scores_as_bytes`` returned.
-        start: position of the first row's token.
-        head: the teacher's, for hidden states. None leaves these out.
+    ``start`` is the position of the first row's token. Without the teacher's ``head`` hidden states
+    are left out.
     """
     return _scores_of(load(content), start, head)
 

@@ -31,14 +31,9 @@ def header_of(
     student_tokenizer: str,
     teacher_tokenizer: str | None,
 ) -> dict[str, Any]:
-    """Return what a tape says of an open teacher.
+    """Return what a tape says of an open teacher, with hashes of tokenizers.
 
-    Args:
-        scorer: the teacher's.
-        config: its table.
-        spec: how it was opened.
-        student_tokenizer: the hash of the student's tokenizer.
-        teacher_tokenizer: that of the teacher's own; None where it has the student's.
+    ``teacher_tokenizer`` is that of the teacher's own; None where it has the student's.
     """
     served = getattr(scorer, "dtype", None)
     limits = scorer.limits
@@ -71,11 +66,7 @@ def is_same_teacher(one: Header, other: Header) -> bool:
 
 
 def check_same(header: Header, now: Header, folder: object, table: str) -> None:
-    """Check that an open teacher is that of a tape.
-
-    Raises:
-        TapeError: it is another one, or the student has another tokenizer.
-    """
+    """Check that an open teacher is that of a tape."""
     _refuse(header, now, (*SAME, *_model_keys(header, now), *SAME_TEACHER), folder, table)
 
 
@@ -91,9 +82,6 @@ def check_readable(
 
     Its model need not be named. Where it is, it has to be that of the tape; of a folder with a
     tokenizer and no weights, the tokenizer has to be.
-
-    Raises:
-        TapeError: the tape is of another teacher, or for another tokenizer.
     """
     now = {
         "format": FORMAT,

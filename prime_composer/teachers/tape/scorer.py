@@ -53,12 +53,9 @@ ONCE = "run it once with its teacher (tape_only = false)"
 
 
 class NotOnTape(TapeError):
-    """No teacher is open, and its tape lacks an answer.
+    """No teacher is open, and its tape lacks an answer, ``what``. The ``remedy`` is how to get it.
 
-    Attributes:
-        what: the tape, and the answer that it lacks.
-        index: of the rollout or prompt that was asked about, in its call.
-        remedy: how the tape gets it.
+    ``index`` is that of the rollout or prompt that was asked about, in its call.
     """
 
     def __init__(self, what: str, index: int, remedy: str):
@@ -74,9 +71,6 @@ class TapedScorer:
 
     Args:
         scorer: the teacher's; None: the tape alone answers.
-        store: the tape.
-        header: of the tape.
-        table: the teacher's table, for messages.
         context: longest sequence of the run, where no teacher is open.
         limit: nats by which two of its answers to one request may differ.
         is_fixed: it cannot become another one. Otherwise its answers are others' to read once it
@@ -144,11 +138,7 @@ class TapedScorer:
         hidden: bool = False,
         beside: Sequence[Beside] | None = None,
     ) -> list[Scores]:
-        """Score as ``protocols.Scorer`` says. The teacher is asked once for what is not there.
-
-        Raises:
-            NotOnTape: no teacher is open, and the tape lacks an answer.
-        """
+        """Score as ``protocols.Scorer`` says. The teacher is asked once for what is not there."""
         vocab_size = self.limits.vocab_size
         k = vocab_size if support_size == "full" else support_size
         if k is None and self.live is not None:
@@ -255,11 +245,7 @@ class TapedScorer:
         self._store.mark()
 
     def verify(self) -> None:
-        """Ask the open teacher what the tape knows, compare, and let others read what was kept.
-
-        Raises:
-            TapeError: the answer is another one.
-        """
+        """Ask the open teacher what the tape knows, compare, and let others read what was kept."""
         limit = self._limit
         content = self._store.get(KNOWN_KEY)
         if self.live is None or content is None:
@@ -317,11 +303,7 @@ class TapedSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """Sample as ``protocols.Sampler`` says. The teacher is asked for what is not there.
-
-        Raises:
-            NotOnTape: no teacher is open, and the tape lacks an answer.
-        """
+        """Sample as ``protocols.Sampler`` says. The teacher is asked for what is not there."""
         of_call: list[tuple[bytes, ...]] = [()] * len(prompts)
         if draws := params.temperature > 0:
             call = digest(*map(ids_as_bytes, prompts)).encode()

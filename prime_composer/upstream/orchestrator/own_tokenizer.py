@@ -47,12 +47,10 @@ METRICS = "xtok"
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the student.
+    """One turn of the student, with the token that ended it where the student wrote it.
 
-    Attributes:
-        token_ids: what it wrote, with the token that ended the turn where it wrote it.
-        prompt: what the teacher reads before it, in its own tokens.
-        plan: how the turn is read with the teacher's rows.
+    ``prompt`` is what the teacher reads before it, in its own tokens, and ``plan`` is how the turn
+    is read with the teacher's rows.
     """
 
     token_ids: list[int]
@@ -63,15 +61,7 @@ class Turn:
 class OwnTokenizer:
     """What a teacher with a tokenizer of its own reads, and what its rows say of the student's.
 
-    Args:
-        tokenizer: the teacher's, with a chat template.
-        pair: both tokenizers.
-        k: ids of a support.
-        fixed: supports must not depend on the sampled token.
-
-    Attributes:
-        tokenizer: the teacher's.
-        k: ids of a support.
+    Where ``fixed``, supports must not depend on the sampled token.
     """
 
     def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
@@ -81,9 +71,7 @@ class OwnTokenizer:
     def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
         """Return a turn of the student; None where the teacher would write it in another way.
 
-        Args:
-            messages: of the branch up to the turn, with its own.
-            token_ids: that the student sampled.
+        ``messages`` are those of the branch up to the turn, with its own.
         """
         *before, own = (as_template_reads(message) for message in messages)
         if own is None or any(message is None for message in before):
@@ -103,14 +91,7 @@ class OwnTokenizer:
     async def scores(
         self, turn: Turn, facts: Facts, ask: Ask, compute: Any
     ) -> tuple[Scores, Totals]:
-        """Return the teacher's scores of a turn's tokens, and sums over them.
-
-        Args:
-            turn: the turn.
-            facts: the teacher's server's.
-            ask: asks the teacher.
-            compute: runs a function off the event loop.
-        """
+        """Return the teacher's scores of a turn's tokens, and sums over them."""
         size, can_sum = facts.vocab_size, STUDENT_CANDIDATES.name in facts.kinds
         asks = partial(self._by_rows.question, turn.plan, self.k, size, can_sum=can_sum)
         question = await compute(asks)
@@ -136,12 +117,7 @@ def as_template_reads(message: Any) -> dict[str, Any] | None:
 def opened(directory: str, student: str | None) -> OwnTokenizer:
     """Return a teacher's tokenizer beside the student's. Tables of large ones take half a minute.
 
-    Args:
-        directory: directory or hub id of the teacher's.
-        student: of the student's.
-
-    Raises:
-        ValueError: one of them cannot be loaded, has no chat template, or cannot be compared.
+    Both are named by a directory or hub id.
     """
     settings = AdapterSettings.from_env()
     assert settings is not None and settings.loss is not None, "a setting of this variable"
@@ -191,20 +167,10 @@ async def scored_branch(
     ask: Ask,
     compute: Any,
 ) -> wire.Sent:
-    """Return what prime-rl gets for the token ids of a branch.
+    """Return what prime-rl gets for the token ids of a branch of one of the rollouts (``traces``).
 
-    NaN stands for a token of the student that has no score.
-
-    Args:
-        own: the teacher's tokenizer.
-        facts: its server's.
-        traces: the rollouts that are scored, one of which has the branch.
-        token_ids: of the branch.
-        ask: asks the teacher.
-        compute: runs a function off the event loop.
-
-    Raises:
-        ValueError: no rollout has these tokens, or its environment has tools.
+    NaN stands for a token of the student that has no score. ``compute`` runs a function off the
+    event loop.
     """
     trace, branch = branch_of(traces, token_ids)
     refuse_tools(trace, branch)
@@ -251,11 +217,7 @@ async def scored_branch(
 
 
 def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any]:
-    """Return the rollout and its branch that have these tokens.
-
-    Raises:
-        ValueError: none has.
-    """
+    """Return the rollout and its branch that have these tokens."""
     for trace in traces:
         for branch in trace.branches:
             if list(branch.token_ids) == list(token_ids):
@@ -267,11 +229,7 @@ def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any
 
 
 def refuse_tools(trace: Any, branch: Any) -> None:
-    """Refuse an environment with tools.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuse an environment with tools."""
     declared = [getattr(part, "tools", None) for part in (trace, *branch.nodes)]
     if any(declared) or any(node.message.role == "tool" for node in branch.nodes):
         raise ValueError(
