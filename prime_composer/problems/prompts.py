@@ -22,6 +22,9 @@ TRIED_TOKENS = 64
 WORD = re.compile(r"\w+")
 """What a chat template has to write of a message."""
 
+REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
+"""Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
+
 LEADING = 32
 """Characters of a text in front of which a tokenizer shows what it writes there."""
 
@@ -295,7 +298,7 @@ def _check_written(problem: Problem, config: DataConfig, text: str, answer: str 
     leave out the reasoning of earlier turns on purpose."""
     messages = [*prompt_messages(problem, config), {"role": "answer", "content": answer}]
     words = [
-        WORD.findall(content if role == "answer" else content.rpartition("</think>")[2])
+        WORD.findall(content if role == "answer" else REASONED.split(content)[-1])
         for role, content in (message.values() for message in messages)
     ]
     counts, written = Counter(word for own in words for word in own), Counter(WORD.findall(text))

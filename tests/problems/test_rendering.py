@@ -192,3 +192,12 @@ def test_rendering_long_texts_takes_time_by_their_length() -> None:
 def test_ends_of_chat_of_a_template_without_answers_is_none() -> None:
     """Where an answer is left out, the first token of the prompt is not its end."""
     assert ends_of_chat(make_tokenizer("<|im_start|>{{ messages[0].role }}<|im_end|>")) == set()
+
+
+@pytest.mark.parametrize("end", ["</think>", "[/THINK]", "</seed:think>", "<|END_THINKING|>"])
+def test_reasoning_that_a_template_drops_is_not_missed(end: str) -> None:
+    """Earlier turns lose their reasoning on purpose, whatever a model's makers call it."""
+    tokenizer = make_tokenizer(DROPS_REASONING.replace("</think>", end))
+    earlier = (("user", "One?"), ("assistant", f"first I ponder{end}Yes."))
+    ids = render_prompt(Problem("Two?", "4", context=earlier), CHAT, tokenizer)
+    assert "Yes." in tokenizer.decode(ids) and "ponder" not in tokenizer.decode(ids)
