@@ -19,6 +19,15 @@ FIRST_MARK = 0xE000
 TRIED_TOKENS = 64
 """Special tokens with which a tokenizer is tried."""
 
+WORD = re.compile(r"\w+")
+"""What a chat template has to write of a message."""
+
+REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
+"""Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
+
+LEADING = 32
+"""Characters of a text in front of which a tokenizer shows what it writes there."""
+
 SPECIMEN = "Forty-two"
 """An answer, to see what a chat template writes around one."""
 
@@ -177,7 +186,9 @@ def around_answer(
         whole = chat_text(problem, config, tokenizer, {}, SPECIMEN)
     except ValueError:
         return None, None
-    before, _, after = whole.rpartition(SPECIMEN)
+    before, specimen, after = whole.rpartition(SPECIMEN)
+    if not specimen:  # it leaves answers out
+        return None, None
     ids = tokenizer.encode(after, add_special_tokens=False)
     end = next((one for one in ids if one in _added(tokenizer)), None)
     return before.removeprefix(prompt) if before.startswith(prompt) else None, end
@@ -196,7 +207,7 @@ def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
     The longest is first. None of the characters stands in the data.
     """
     special, text = special_tokens(tokenizer), "\n".join(data)
-    if not special:
+    if not any(first in text for first in _firsts(tokenizer)):
         return {}
     found = {*tokenizer.encode(text, add_special_tokens=False)} & special.keys()
     tokens = sorted({special[one] for one in found if special[one] in text}, key=len, reverse=True)
@@ -246,9 +257,16 @@ def _plain(tokenizer: Any) -> Any:
     return plain
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
+@lru_cache(maxsize=8)
+def special_tokens(tokenizer: Any) -> Mapping[int, str]:
     """Return the tokens that control a model, by id. They have no other meaning in a text."""
     return {one: text for one, (text, special) in _added(tokenizer).items() if special}
+
+
+@lru_cache(maxsize=8)
+def _firsts(tokenizer: Any) -> set[str]:
+    """Return the characters with which special tokens begin. Most data has none of them."""
+    return {text[0] for text in special_tokens(tokenizer).values() if text}
 
 
 @lru_cache(maxsize=8)
@@ -260,7 +278,8 @@ def _added(tokenizer: Any) -> dict[int, tuple[str, bool]]:
 
 def _lead(tokenizer: Any, text: str) -> list[int]:
     """Return what the tokenizer writes in front of a text. Some write an end behind it, too."""
-    bare, whole = (tokenizer.encode(text, add_special_tokens=own) for own in (False, True))
+    head = text.lstrip()[:LEADING]  # all that it takes to see, and a long text takes long
+    bare, whole = (tokenizer.encode(head, add_special_tokens=own) for own in (False, True))
     spans = range(len(whole) - len(bare) + 1)
     start = next((at for at in spans if whole[at : at + len(bare)] == bare), 0)
     return list(whole[:start])
@@ -279,12 +298,16 @@ def _check_written(problem: Problem, config: DataConfig, text: str, answer: str 
     leave out the reasoning of earlier turns on purpose."""
     messages = [*prompt_messages(problem, config), {"role": "answer", "content": answer}]
     words = [
-        re.findall(r"\w+", content if role == "answer" else content.rpartition("</think>")[2])
+        WORD.findall(content if role == "answer" else REASONED.split(content)[-1])
         for role, content in (message.values() for message in messages)
     ]
-    counts = Counter(word for own in words for word in own)
-    lost = [sum(text.count(word) < counts[word] for word in own) for own in words]
-    if any(lost):
+    counts, written = Counter(word for own in words for word in own), Counter(WORD.findall(text))
+    # A word may stand inside one of the template's. Only few are looked for in the whole text.
+    missing = {
+        word for word, count in counts.items() if written[word] < count and text.count(word) < count
+    }
+    if missing:
+        lost = [sum(word in missing for word in own) for own in words]
         role, content = messages[lost.index(max(lost))].values()
         keys = {
             "system": ("system", "system_key", "messages_key"),
