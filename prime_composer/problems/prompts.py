@@ -114,7 +114,8 @@ def render_answer(
     marks = marks_of(tokenizer, data)
     if not config.chat_template:
         text = _replace(answer_text(answer, config), marks)
-        return [*encode(tokenizer, text, marks), ends.answer]
+        eos = tokenizer.eos_token_id  # also beside data that goes through the chat template
+        return [*encode(tokenizer, text, marks), eos if eos in ends.ids else ends.answer]
     prompt = chat_text(problem, config, tokenizer, marks)
     whole = chat_text(problem, config, tokenizer, marks, answer)
     if not whole.startswith(prompt):

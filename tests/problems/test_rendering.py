@@ -143,6 +143,14 @@ def test_tokenizer_that_reads_pieces_otherwise_is_known() -> None:
     assert not reads_plainly(make_tokenizer(metaspace=True))
 
 
+def test_plain_answer_ends_as_the_tokenizer_does() -> None:
+    """Also where other data of the run is a chat, and not where stop is another."""
+    tokenizer = make_tokenizer()
+    both, stopped = Ends.of(tokenizer, {TURN_END}), Ends((40,), 40)
+    ends = [render_answer(ASK, "4", PLAIN, tokenizer, one)[-1] for one in (both, stopped)]
+    assert ends == [TEXT_END, 40]
+
+
 def test_end_behind_a_prompt_is_left_out() -> None:
     """A tokenizer that ends each text does not end a prompt."""
     tokenizer = make_tokenizer(ends_prompts=True)
