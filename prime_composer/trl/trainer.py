@@ -119,15 +119,16 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
 
         ``generation_kwargs`` of the arguments that name an end are left as they are.
         """
-        args: Any = self.args
-        chosen = args.generation_kwargs or {}
+        trainer: Any = self  # its attributes are trl's
+        chosen = trainer.args.generation_kwargs or {}
         if "eos_token_id" in chosen or "stop_token_ids" in chosen:
             return []
-        ends, lines = ends_with(teacher, self.processing_class, self.eos_token_ids)
-        self.eos_token_ids = [*ends]
-        self.generation_config.eos_token_id = self.generation_kwargs["eos_token_id"] = [*ends]
-        if self.use_vllm:
-            self.vllm_generation.generation_kwargs |= {"stop_token_ids": [*ends]}
+        ends, lines = ends_with(teacher, trainer.processing_class, trainer.eos_token_ids)
+        trainer.eos_token_ids = [*ends]
+        trainer.generation_config.eos_token_id = [*ends]
+        trainer.generation_kwargs["eos_token_id"] = [*ends]
+        if trainer.use_vllm:
+            trainer.vllm_generation.generation_kwargs |= {"stop_token_ids": [*ends]}
         return lines
 
     def _refuse_untested(self) -> None:
