@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
 from prime_composer.scoring.pair_tables import take_tables
-from prime_composer.scoring.patches import TABLES_METHOD
+from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
 from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
 from tests.scoring.conftest import Engine
 from tests.scoring.recent_ids import EMPTY, FLOOR, recent
@@ -42,6 +42,8 @@ class Rows(Engine):
 
     async def collective_rpc(self, method, args=()):
         """Answer as a worker of vLLM does that has our methods."""
+        if method == HEAD_METHOD:
+            return [{"weight": bytes(4 * D), "dtype": "float32"}]
         assert method == TABLES_METHOD
         return [take_tables(self, *args)]
 

@@ -172,6 +172,7 @@ def student_numbers(model: Path, cell: str, config: Path) -> dict[str, Any]:
     from prime_composer.backends.hf_model import load_student
     from prime_composer.backends.protocols import SamplingParams
     from prime_composer.local.weight_sync import perturbed
+    from prime_composer.problems.config import Problem
     from prime_composer.samplers.registry import open_sampler
     from prime_composer.step.batch import Sample
     from prime_composer.step.student_forward import student_inputs
@@ -183,7 +184,7 @@ def student_numbers(model: Path, cell: str, config: Path) -> dict[str, Any]:
 
     def rows() -> list[dict[str, Any]]:
         rollouts = sampler.generate(prompts, asked, seed=0)
-        no_problem: Any = None
+        no_problem = Problem("", "")
         with torch.no_grad():
             inputs = student_inputs(net, [Sample(rollout, no_problem) for rollout in rollouts])
         sizes = [int(rollout.loss_mask.sum()) for rollout in rollouts]
@@ -213,6 +214,7 @@ def teacher_numbers(model: Path, partner: Path, cell: str, config: Path) -> dict
     from prime_composer.backends.protocols import Rollout
     from prime_composer.divergences import reverse_kl
     from prime_composer.full_vocabulary import compare
+    from prime_composer.problems.config import Problem
     from prime_composer.step.batch import Sample
     from prime_composer.step.student_forward import student_inputs
     from prime_composer.teachers.registry import open_scorer
@@ -225,7 +227,7 @@ def teacher_numbers(model: Path, partner: Path, cell: str, config: Path) -> dict
     ]
     top = scorer.score(rollouts, K)
     whole = scorer.score(rollouts, 0, hidden=True)
-    no_problem: Any = None
+    no_problem = Problem("", "")
     samples = [
         Sample(rollout, no_problem, scores=scores)
         for rollout, scores in zip(rollouts, whole, strict=True)
