@@ -74,7 +74,7 @@ def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
             ),
         )
     problems = open_sources(recipe, rows)
-    if recipe.rollout.student_fraction < 1 and not recipe.rollout.teacher_samples:
+    if recipe.rollout.trains_on_data:
         for problem in problems.practice:
             if not problem.answer:
                 raise ValueError(
