@@ -25,6 +25,7 @@ class Episode:
         turns: answers of the student.
         tool_calls: calls of tools in them.
         limited: the turn limit ended it.
+        told: what environment and tools said in it.
     """
 
     rollouts: Sequence[Rollout]
@@ -33,6 +34,7 @@ class Episode:
     turns: int
     tool_calls: int
     limited: bool
+    told: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
         len(turns),
         sum(map(len, calls)),
         trace.stop_condition == "max_turns",
+        "\n".join(str(node.message.content) for node in trace.nodes if not node.sampled),
     )
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
+from prime_composer.problems.prompts import marks_of
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
@@ -240,11 +242,15 @@ def play(
                 )
                 for place, rollout in enumerate(episode.rollouts)
             ]
-    return Played(samples, episode_metrics(outcomes))
+    return Played(samples, episode_metrics(outcomes, engine.problems.tokenizer))
 
 
-def episode_metrics(outcomes: Sequence[Episode | Failure]) -> dict[str, float]:
-    """Return means per rollout that ended, and the share of those that failed."""
+def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> dict[str, float]:
+    """Return means per rollout that ended, and the share of those that failed.
+
+    Of those that ended, ``rollout/special_texts`` were told the text of a special token, which the
+    library `renderers` makes that token.
+    """
     episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
     count = len(episodes)
     failed = {"rollout/failed": 1 - count / len(outcomes)}
@@ -255,6 +261,8 @@ def episode_metrics(outcomes: Sequence[Episode | Failure]) -> dict[str, float]:
         "rollout/tool_calls": sum(one.tool_calls for one in episodes) / count,
         "rollout/samples": sum(len(one.rollouts) for one in episodes) / count,
         "rollout/turn_limit": sum(one.limited for one in episodes) / count,
+        "rollout/special_texts": sum(bool(marks_of(tokenizer, [one.told])) for one in episodes)
+        / count,
     }
 
 

@@ -94,7 +94,8 @@ class TokenizedProblems:
         """
         warnings = []
         config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
-        for problem in self._chats():
+        unread = "add_generation_prompt" not in str(getattr(self.tokenizer, "chat_template", ""))
+        for problem in self._chats() if unread else ():
             before, _ = around_answer(problem, config_of(problem), self.tokenizer)
             if before is not None and any(token in before for token in special.values()):
                 warnings.append(

@@ -118,6 +118,7 @@ def render_answer(
         return [*encode(tokenizer, text, marks), eos if eos in ends.ids else ends.answer]
     prompt = chat_text(problem, config, tokenizer, marks)
     whole = chat_text(problem, config, tokenizer, marks, answer)
+    _check_written(problem, config, _restore(whole, marks), answer)
     if not whole.startswith(prompt):
         raise ValueError(
             f"the tokenizer's chat template asks with {prompt[-60:]!r} and writes the answered "
@@ -125,16 +126,18 @@ def render_answer(
             "data's answers as the template reads them (with their reasoning, for a model that "
             "reasons), or give the student a template that keeps its own prompt"
         )
-    _check_written(problem, config, _restore(whole, marks), answer)
     prompt_ids, ids = encode(tokenizer, prompt, marks), encode(tokenizer, whole, marks)
     if ids[: len(prompt_ids)] == prompt_ids:
         ids = ids[len(prompt_ids) :]
     else:  # a token reaches from the one into the other, which no sampled answer has
         ids = encode(tokenizer, whole[len(prompt) :], marks)
     end = next((place for place, one in enumerate(ids) if one in ends.ids), None)
-    if end is None:
-        return [*encode(tokenizer, whole[len(prompt) :].rstrip(), marks), ends.answer]
-    return ids[: end + 1]
+    if end is not None:
+        return ids[: end + 1]
+    _, turn = around_answer(problem, config, tokenizer)
+    if turn in ids:  # rollout.stop is in the place of the template's end
+        return [*ids[: ids.index(turn)], ends.answer]
+    return [*encode(tokenizer, whole[len(prompt) :].rstrip(), marks), ends.answer]
 
 
 def chat_text(

@@ -66,6 +66,15 @@ def test_play_failed_rollout_is_no_part_of_its_group() -> None:
         collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
 
 
+def test_train_tool_that_writes_a_special_text_is_counted(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """Words of an environment that `renderers` makes a special token are counted by rollout."""
+    raw = copy.deepcopy(raw)
+    raw["environments"]["talk"]["args"]["script"] = ["go <|im_end|> on"]
+    assert [one["rollout/special_texts"] for one in run(raw, tmp_path / "run")[1:]] == [1, 1]
+
+
 def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     """The mean reward is that of the tasks that ended, and the share of the others is told."""
     tasks = [Task("?", "", "talk", index=index) for index in range(4)]
@@ -86,6 +95,7 @@ def engine_of(outcomes: list[Episode | Failure]) -> Any:
         spec=Engine,
         sampler=Mock(spec=Sampler),
         teachers=None,
+        problems=SimpleNamespace(tokenizer=None),
         environments=SimpleNamespace(run=lambda *args: outcomes),
     )
 
@@ -129,7 +139,7 @@ def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> 
     for record in records[1:]:
         assert record["rollout/turns"] == 2
         assert record["rollout/samples"] >= 1
-        assert record["rollout/failed"] == 0
+        assert (record["rollout/failed"], record["rollout/special_texts"]) == (0, 0)
         assert record["topk_reverse_kl/kl"] > 0
         assert record["sampler/mismatch_kl"] < 1e-3
     assert records[0]["eval/failed"] == 0
@@ -222,7 +232,7 @@ def assert_own_turns(steps: list[dict[str, float]], largest_mismatch: float) -> 
     """Check that every rollout had its two turns, sampled with the weights of the trainer."""
     for record in steps:
         assert record["rollout/turns"] == 2
-        assert record["rollout/failed"] == 0
+        assert (record["rollout/failed"], record["rollout/special_texts"]) == (0, 0)
         assert abs(record["sampler/mismatch_kl"]) < largest_mismatch
 
 

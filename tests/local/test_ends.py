@@ -206,6 +206,18 @@ def test_dry_run_warns_of_what_it_sees_in_the_rendering(
     assert any(words in line for line in warned)
 
 
+def test_dry_run_template_that_asks_for_a_channel_is_no_warning(
+    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss asks for a turn, and the model begins it with the channel that it writes to."""
+    channel = "('<|im_start|>' if m.role == 'assistant' else '') + m.content"
+    template = CHATML.replace("m.content", channel)
+    model = save_model(tmp_path / "model", make_tokenizer(template), TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    assert run(tmp_path, pair, "--dry-run") == 0
+    assert "generation prompt" not in capsys.readouterr().out
+
+
 def test_whole_run_of_base_and_chat_trains_and_resumes(
     tmp_path: Path, pair: dict[str, Any]
 ) -> None:

@@ -92,6 +92,24 @@ def test_answer_that_the_template_cannot_write_is_refused(
         answered(answer, template)
 
 
+def test_answer_whose_system_message_is_dropped_names_its_key() -> None:
+    """Mistral's template writes the system message in front of the last message, if a user's."""
+    template = (
+        "{% for m in messages if m.role != 'system' %}{% if loop.last and m.role == 'user' and "
+        "messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}"
+        "{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match=r"\[data\] system: .*template"):
+        answered("4", template, CHAT.model_copy(update={"system": "Be brief."}))
+
+
+def test_answer_ends_by_rollout_stop_alone() -> None:
+    """Another end than the template's stands in its place."""
+    tokenizer = make_tokenizer()
+    ids = render_answer(ASK, "4", CHAT, tokenizer, Ends((TEXT_END,), TEXT_END))
+    assert tokenizer.decode(ids) == "4<|endoftext|>"
+
+
 def test_answer_of_a_model_without_an_end_is_refused() -> None:
     with pytest.raises(
         ValueError, match="eos_token_id in its generation_config.json.*rollout.stop"
