@@ -1,7 +1,7 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,17 +89,22 @@ def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
     if not Path(model).is_dir() or has_tokenizer(Path(model)):
         readers.append(transformers.AutoTokenizer)
     for reader in readers:
-        try:
+        # A model may have no generation config, or no tokenizer.
+        with explained(model), suppress(OSError, ValueError):
             sources.append(reader.from_pretrained(str(model)))
-        except (OSError, ValueError):  # a model may have no generation config, or no tokenizer
-            continue
-    return tuple(sorted({one for source in sources for one in ids_of(source)}))
+    found = {one for source in sources for one in ids_of(source)}
+    if wrong := [one for one in found if not isinstance(one, int) or one < 0]:
+        raise ModelUnavailable(
+            f"{model} has eos_token_id = {wrong[0]!r} (generation_config.json, config.json), which "
+            "is no token's id; correct it there"
+        )
+    return tuple(sorted(found))
 
 
-def ids_of(source: Any) -> set[int]:
-    """Return the ids of ``eos_token_id``, which may be one, several or none."""
+def ids_of(source: Any) -> set[Any]:
+    """Return what ``eos_token_id`` has, which may be one id, several or none."""
     ids = getattr(source, "eos_token_id", None)
-    return set() if ids is None else {ids} if isinstance(ids, int) else {*ids}
+    return set() if ids is None else {*ids} if isinstance(ids, list | tuple | set) else {ids}
 
 
 def load_tokenizer(model: str | Path) -> Any | None:
@@ -178,6 +183,17 @@ def check_finite(net: nn.Module, model: str | Path) -> None:
             )
 
 
+def refuse_quantized(described: Any) -> None:
+    """Refuse a student that is stored in fewer bits, by its config, or that of a form."""
+    stored = getattr(getattr(described, "config", described), "quantization_config", None)
+    if stored is not None:
+        raise ModelUnavailable(
+            f"{described.name_or_path} is quantized ({stored['quant_method']}), and a student "
+            "trains in float32: name the unquantized model, or round it with [student.prepare] "
+            "quantize"
+        )
+
+
 def load_student(model: str | Path) -> tuple[nn.Module, Any]:
     """Return a causal language model of a directory or hub id, in float32, and its tokenizer.
 
@@ -185,12 +201,8 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
     fewer bits, one whose logits are more than hidden states times the head's weight (a bias,
     soft-capping, a scale), and a tokenizer with ids that the head does not have.
     """
+    refuse_quantized(read_config(model))  # before it is loaded, whose library may be missing
     net = load_model(model)
-    if (stored := getattr(net.config, "quantization_config", None)) is not None:
-        raise ModelUnavailable(
-            f"{model} is quantized ({stored.quant_method.value}), and a student trains in float32: "
-            "name the unquantized model, or round it with [student.prepare] quantize"
-        )
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:

@@ -79,11 +79,6 @@ class VLLMEngine:
         eos_token_ids: ids that end a completion, in addition to ``SamplingParams.stop_token_ids``.
             None reads them from the model's generation config, config and tokenizer.
         engine_args: any other argument of ``vllm.LLM``, for example ``{"max_num_seqs": 64}``.
-
-    Raises:
-        ImportError: vLLM is not installed.
-        ValueError: the model cannot be loaded, or vLLM refused the configuration; then the message
-            is vLLM's.
     """
 
     logprobs_mode: ClassVar[str] = "raw_logprobs"
@@ -108,9 +103,9 @@ class VLLMEngine:
         if eos_token_ids is None:
             eos_token_ids = read_eos_token_ids(self.model)
         self.eos_token_ids = tuple(eos_token_ids)
+        own_config = read_config(self.model)
         if max_model_len is not None:
-            own = window_of(read_config(self.model))
-            max_model_len = min(max_model_len, own or max_model_len)
+            max_model_len = min(max_model_len, window_of(own_config) or max_model_len)
         arguments: dict[str, Any] = {
             "model": self.model,
             "dtype": dtype,
@@ -134,7 +129,8 @@ class VLLMEngine:
         arguments |= engine_args or {}
         overrides = arguments.get("hf_overrides") or {}
         if not callable(overrides):
-            arguments["hf_overrides"] = FLOAT32_HEAD | overrides
+            room = arguments["max_model_len"] or window_of(own_config)
+            arguments["hf_overrides"] = FLOAT32_HEAD | dynamic_rope(own_config, room) | overrides
         self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -170,11 +166,6 @@ class VLLMEngine:
         The engine draws from torch's global generator, which is seeded for the call and restored
         after it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled
         prompt.
-
-        Raises:
-            ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
-                prompt is empty.
-            InvalidAnswer: the engine returned what no model can have sampled.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
@@ -251,11 +242,7 @@ class VLLMEngine:
             self.llm.collective_rpc(self._packed.drop)
 
     def forget_prefixes(self) -> None:
-        """Drop vLLM's prefix cache.
-
-        Raises:
-            RuntimeError: a request is still running on this engine.
-        """
+        """Drop vLLM's prefix cache."""
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "vLLM did not reset its prefix cache: a request is still running on this engine."
@@ -294,6 +281,19 @@ def default_kv_cache_bytes(
     per_sequence = bytes_of_a_sequence(read_config(model), dtype, max_model_len)
     wanted = min(sequences, MOST_SEQUENCES) * per_sequence
     return max(2 * per_sequence, min(max(wanted, 64 * 2**20), 2**30))
+
+
+def dynamic_rope(config: Any, context: int | None) -> dict[str, Any]:
+    """Return ``hf_overrides`` with which rotary positions of type "dynamic" reach ``context``.
+
+    vLLM reads beyond its table's end there. These give it the frequencies of ``fix_frequencies``.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if context is None or rope.get("rope_type") != "dynamic" or "max_trained_positions" in rope:
+        return {}
+    own = config.max_position_embeddings
+    longer = {**rope, "max_trained_positions": own}
+    return {"max_position_embeddings": max(context, own), "rope_parameters": longer}
 
 
 def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:

@@ -62,8 +62,8 @@ def server_command(model: str, host: str, port: int, options: Sequence[str]) -> 
 def with_float32_head(options: Sequence[str]) -> list[str]:
     """Return vLLM's options with ``--hf-overrides`` for float32 logits.
 
-    A ``head_dtype`` of the user's own stays, and so do the other overrides. Beside a ``--config``,
-    which may have any option, nothing is added.
+    A ``head_dtype`` of the user's own stays, and so do the other overrides, also those in vLLM's
+    form ``--hf-overrides.KEY``. Beside a ``--config``, which may have any option, nothing is added.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--hf-overrides", "--hf_overrides", type=json.loads, default={})
@@ -74,6 +74,10 @@ def with_float32_head(options: Sequence[str]) -> list[str]:
         return [*options]
     if any(option.split("=")[0] == "--config" for option in others):
         return [*options]
+    if any(option.replace("_", "-").startswith("--hf-overrides.") for option in others):
+        # vLLM makes one table of these, which takes the place of the other form.
+        ((key, value),) = FLOAT32_HEAD.items()
+        return [f"--hf-overrides.{key}", value, *options]
     return ["--hf-overrides", json.dumps(overrides), *others]
 
 

@@ -42,7 +42,7 @@ from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.tape.opening import tape_alone, with_tape
 from prime_composer.teachers.tokenizer_pair import own_tokenizer_of
 from prime_composer.teachers.transformers import TransformersScorer
-from prime_composer.tiny_models.rounding import LatentWeights
+from prime_composer.tiny_models.rounding import LatentWeights, layers_to_round
 
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
@@ -140,7 +140,7 @@ def open_engine(
         lora = None if teachers_alone else recipe.student.lora
         weights = student_dir if student_dir is not None and lora is None else origin
         model, tokenizer = _load_student(load, weights, student_dir or origin, status)
-        latent = None if teachers_alone else _round(model, recipe.student)
+        latent = None if teachers_alone else round_student(model, recipe.student)
         adapter = None
         if lora is not None:
             seed, merge = recipe.trainer.seed, recipe.checkpoint.merge
@@ -254,11 +254,14 @@ def _load_student(
     return student, tokenizer
 
 
-def _round(model: nn.Module, config: StudentConfig) -> LatentWeights | None:
-    """Round a student that stays rounded, and return the weights behind it."""
+def round_student(model: nn.Module, config: StudentConfig) -> LatentWeights | None:
+    """Round a student that stays rounded; return the weights behind it, which a form has not."""
     if config.quantize is None:
         return None
     try:
+        if next(model.parameters()).is_meta:
+            layers_to_round(model, config.quantize)
+            return None
         return LatentWeights.of_model(model, config.quantize)
     except ValueError as error:
         raise ModelUnavailable(f"[student] {error}") from None
@@ -273,7 +276,7 @@ def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> 
         return base_of(engine.model)
     start, _ = load_student(origin)
     fix_frequencies(start, engine.sampler.limits.max_model_len or engine.context)
-    _round(start, config)
+    round_student(start, config)
     if config.lora is not None:
         Adapter.of_model(start, config.lora, origin, seed=0)
     return start.requires_grad_(False)

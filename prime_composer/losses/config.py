@@ -153,7 +153,8 @@ class LossConfig(Table):
 
     @model_validator(mode="after")
     def _clamp_has_a_divergence(self) -> "LossConfig":
-        own = self.compares_with_teacher and not self.answer_pairs
+        of_pairs = self.answer_pairs or self.channel == "replay"
+        own = bool(self.own_needs & OF_TEACHER) and not of_pairs
         if self.clamp is not None and (self.is_sum() or not own):
             remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
             raise ValueError(
@@ -254,11 +255,7 @@ class LossConfig(Table):
 
     @property
     def support(self) -> SupportRequest | None:
-        """Token ids at which the loss compares student and teacher, None where it needs none.
-
-        Raises:
-            ValueError: the loss needs the support without a number of ids.
-        """
+        """Token ids at which the loss compares student and teacher, None where it needs none."""
         if "support" in self.needs:
             raise ValueError(
                 f"{type(self).__name__} needs the support without naming the number of ids: "
@@ -298,11 +295,7 @@ class LossConfig(Table):
     @property
     @final
     def credit(self) -> GroupCredit | None:
-        """How the credit of a group is computed, for the loss and for those within it.
-
-        Raises:
-            ValueError: two of them want different ones.
-        """
+        """How the credit of a group is computed, for the loss and for those within it."""
         wanted = [part.loss.credit for part in self.parts if not part.on_pairs]
         given = {credit for credit in (self.own_credit, *wanted) if credit is not None}
         if len(given) > 1:
@@ -327,11 +320,7 @@ class LossConfig(Table):
 
 
 def loss_type(name: str) -> type[LossConfig]:
-    """Return the config class of a ``type``. A ``"module:function"`` is imported at first use.
-
-    Raises:
-        ValueError: the type is unknown, or the loss from outside does not keep to the form.
-    """
+    """Return the config class of a ``type``. A ``"module:function"`` is imported at first use."""
     return registry.lookup(name, LossConfig)
 
 

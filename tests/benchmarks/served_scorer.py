@@ -17,6 +17,9 @@ prints whole requests, the bytes of request and response, and the client's own t
 ``--groups`` compares groups of 8 rollouts after one prompt, by a server with vLLM's prefix cache
 and one without: time, and the largest difference between their scores.
 
+``--heads`` compares float32 heads (``prime-rl teacher``'s own) with rounded ones, by two servers in
+turns: the time of each K, and the median of its ratios. It needs a half-precision ``--dtype``.
+
 Wide hidden states: ``--hidden 1024 --layers 1 --dtype bfloat16 --ks 1``.
 """
 
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ks", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--groups", action="store_true")
+    parser.add_argument("--heads", action="store_true")
     parser.add_argument("--kinds", action="store_true")
     parser.add_argument("--student-vocab", type=int, default=600)
     options = parser.parse_args()
@@ -113,15 +117,16 @@ def main() -> None:
                 os.sched_setaffinity(0, cores[-1:])
                 compare_kinds(server, options)
                 return
-            if not options.groups:
+            if not options.groups and not options.heads:
                 os.sched_setaffinity(0, cores[-1:])
                 compare(server, options)
                 return
-            words.append("--no-enable-prefix-caching")
-            without = TeacherProcess(directory, Path(name) / "without.log", *words)
-            stack.enter_context(without)
+            rounded = ["--hf-overrides", '{"head_dtype": "model"}']
+            words += rounded if options.heads else ["--no-enable-prefix-caching"]
+            other = TeacherProcess(directory, Path(name) / "other.log", *words)
+            stack.enter_context(other)
             os.sched_setaffinity(0, cores[-1:])
-            compare_groups(server, without, options)
+            (compare_heads if options.heads else compare_groups)(server, other, options)
 
 
 def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
@@ -173,6 +178,26 @@ def compare(server: VllmProcess, options: argparse.Namespace) -> None:
             f"{name:<30}{tokens / seconds:>10,.0f}{1e6 * seconds / tokens:>10.1f}"
             f"{1e6 * used / tokens:>14.2f}{ratio:>8}"
         )
+
+
+def compare_heads(server: VllmProcess, rounded: VllmProcess, options: argparse.Namespace) -> None:
+    """Print the time of each K with a float32 head and with a rounded one, in turns."""
+    scorers = ServerScorer(server.url), ServerScorer(rounded.url)
+    seeds, tokens = itertools.count(), options.sequences * options.tokens
+    print(f"vocabulary {options.vocab}, d = {options.hidden}, {options.dtype}, {tokens} tokens")
+    print(f"{'':<10}{'float32 us':>12}{'rounded us':>12}{'ratio':>8}  per token, best of each")
+    for k in options.ks:
+        times: list[list[float]] = []
+        for _ in range(options.rounds + 1):  # the first one warms
+            rollouts = sequences(options, 1, next(seeds))
+            times.append([])
+            for scorer in scorers:
+                begin = time.perf_counter()
+                scorer.score(rollouts, k)
+                times[-1].append(1e6 * (time.perf_counter() - begin) / tokens)
+        ratio = statistics.median(first / second for first, second in times[1:])
+        best = "".join(f"{min(each):>12.1f}" for each in zip(*times[1:], strict=True))
+        print(f"K = {k:<6}{best}{ratio:>8.2f}")
 
 
 def made_pair(teacher_size: int, student_size: int) -> tuple[Pair, list[str]]:

@@ -152,3 +152,36 @@ def test_trial_writes_no_weights(student: Path, monkeypatch: pytest.MonkeyPatch)
     )
     try_saving(net, tokenizer)
     assert given == [{}]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "more", "word"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, (), "gptq"),
+        ("config.json", {}, ("--set", "student.quantize={bits=3, group=7}"), "quantize.group = 7"),
+        ("generation_config.json", {"eos_token_id": "</s>"}, (), "eos_token_id = '</s>'"),
+        ("generation_config.json", {"eos_token_id": [1, -1]}, (), "eos_token_id = -1"),
+        ("generation_config.json", [1], (), "not a mapping"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry"])
+def test_student_no_run_takes_fails_the_dry_run_too(
+    dry: tuple[str, ...],
+    file: str,
+    content: Any,
+    more: tuple[str, ...],
+    word: str,
+    student: Path,
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    """In one sentence with the same words, also where a library to load it is missing."""
+    path = student / file
+    if isinstance(content, dict) and path.exists():
+        content = json.loads(path.read_text()) | content
+    path.write_text(json.dumps(content))
+    assert run(student, folders, tmp_path, *more, *dry)[0] == 2
+    said = capsys.readouterr().err
+    assert word in said and str(student) in said
+    assert not (tmp_path / "out" / "checkpoints").exists()

@@ -112,6 +112,24 @@ def test_longrope_of_vllm_and_trainer_agree(tmp_path: Path) -> None:
         assert (found[0].inference_logprobs - expected)[mask].abs().max() < 1e-4
 
 
+@pytest.mark.vllm
+def test_dynamic_rope_of_vllm_and_trainer_agree(tmp_path: Path) -> None:
+    """Beyond the model's own 32 positions, where vLLM would read behind its table of them."""
+    from prime_composer.samplers.vllm import VLLMSampler
+
+    model_with("dynamic").save_pretrained(tmp_path)
+    for context in (32, 120):
+        sampler = VLLMSampler(tmp_path, max_model_len=context, eos_token_ids=[])
+        assert sampler.limits.max_model_len == context
+        prompt = [*range(2, context - 20)]
+        (found,) = sampler.generate([prompt], SamplingParams(max_tokens=20), seed=0)
+        sampler.close()
+        trainer = model_with("dynamic")
+        fix_frequencies(trainer, context)
+        (expected,) = sequence_logprobs(trainer, [found.token_ids.tolist()])
+        assert (found.inference_logprobs - expected)[found.loss_mask].abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_model_whose_rows_depend_on_the_batch_is_refused(side: Any) -> None:
     """By the name of its class and its table, here by the longest position of the batch."""

@@ -280,6 +280,20 @@ def test_teachers_server_has_a_float32_head(
     assert [word for word in words if word == "--x"] == [o for o in options if o == "--x"]
 
 
+@pytest.mark.parametrize("own", [["--hf_overrides.a.b", "1"], [f"{HF}.head_dtype=model"]])
+def test_dotted_overrides_keep_the_float32_head(
+    own: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's parser joins what is dotted, the last one last, and drops the table beside it."""
+    from prime_composer.cli import teacher
+
+    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
+    words = teacher.server_command("m", "h", 1, own)
+    assert HF not in words
+    assert words[words.index(f"{HF}.head_dtype") + 1] == "float32"
+    assert words[-len(own) :] == own
+
+
 def test_teachers_server_with_a_config_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The file may have any option, which one on the command line would replace."""
     from prime_composer.cli import teacher

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from prime_composer.backends.cpu_guard import built_for_cpu
-from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.hf_model import ModelUnavailable, refuse_quantized
 from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
     has_tokenizer,
@@ -150,6 +150,8 @@ def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> N
 
     ``trains`` says whether it is the student, which the backend samples with new weights each step.
     """
+    if trains:
+        refuse_quantized(model)
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters
     if backend_of(backend).by_head and not has_cache:
         raise ModelUnavailable(

@@ -13,7 +13,7 @@ from prime_composer.backends.hf_model import check_plain_head, load_tokenizer, r
 from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.transformers import window_of
-from prime_composer.local.opening import room_of
+from prime_composer.local.opening import room_of, round_student
 from prime_composer.local.preflight import (
     binding,
     check_hinted_prompts,
@@ -77,6 +77,8 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
             if table == "student" or backend_of(backend).by_head:
                 check_plain_head(net)
             check_backend(net, backend, dtype, trains=table == "student")
+        if table == "student":
+            round_student(net, recipe.student)
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
     if (lora := recipe.student.lora) is not None:
         lines.insert(1, f"student: {describe_adapter(lora, folders['student'])}")
