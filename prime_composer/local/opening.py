@@ -34,7 +34,7 @@ from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, Tea
 from prime_composer.recipe.watchers import ChecksConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
-from prime_composer.teachers.compatibility import tokenizer_hash
+from prime_composer.teachers.compatibility import ends_of, tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
@@ -81,6 +81,9 @@ def teacher_spec(
 
     ``samples`` says whether it samples sequences as well.
     """
+    ends = student.ends
+    if teacher.tokenizer == "own":
+        ends = tuple(ends_of(model) or ()) or None
     return BackendSpec(
         backend=teacher.runs_on(student.backend),
         model=model,
@@ -95,7 +98,7 @@ def teacher_spec(
         timeout=teacher.timeout,
         section=f"[{table}]",
         head=teacher.head,
-        ends=None if teacher.tokenizer == "own" else student.ends,
+        ends=ends,
     )
 
 
@@ -317,13 +320,14 @@ def _open_tapes(
     student = tokenizer_hash(engine.problems.tokenizer) if taping else ""
     for teacher, config in taping.items():
         status(f"opening the {teacher.display}'s tape {config.tape}")
-        own = None
+        own, ends = None, engine.problems.ends.ids
         if config.tokenizer == "own":
             origin = tokenizer_origin(engine, teacher, config)
             own = tokenizer_hash(own_tokenizer_of(origin, teacher.table))
+            ends = tuple(ends_of(origin) or ())
         tokenizers = (student, own)
         if config.tape_only:
-            taped = tape_alone(config, teacher.table, tokenizers, engine.context, status)
+            taped = tape_alone(config, teacher.table, tokenizers, engine.context, status, ends)
         else:
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
             dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype

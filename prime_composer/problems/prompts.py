@@ -77,12 +77,7 @@ def prompt_messages(problem: Problem, config: DataConfig) -> list[dict[str, str]
 
 
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt's token ids.
-
-    Raises:
-        ValueError: ``chat_template`` is set and the tokenizer has none, or its template refuses
-            the messages, or leaves one of them out.
-    """
+    """Return the prompt's token ids."""
     marks = marks_of(tokenizer, [problem.question, *(text for _, text in problem.context)])
     if config.chat_template:
         text = chat_text(problem, config, tokenizer, marks)
@@ -99,10 +94,6 @@ def render_answer(
     """Return an answer's token ids as they follow those of the prompt, with the id that ends it.
 
     With a chat template they are what it writes after its own prompt, up to the first end.
-
-    Raises:
-        ValueError: the template writes the prompt otherwise where an answer follows, or nothing
-            ends a text.
     """
     if ends.answer is None:
         raise ValueError(
@@ -113,9 +104,12 @@ def render_answer(
     data = [problem.question, answer, *(text for _, text in problem.context)]
     marks = marks_of(tokenizer, data)
     if not config.chat_template:
-        text = _replace(answer_text(answer, config), marks)
+        marked = replace(problem, question=_replace(problem.question, marks))
+        prompt = prompt_text(marked, config)
+        whole = prompt + _replace(answer_text(answer, config), marks)
         eos = tokenizer.eos_token_id  # also beside data that goes through the chat template
-        return [*encode(tokenizer, text, marks), eos if eos in ends.ids else ends.answer]
+        last = eos if eos in ends.ids else ends.answer
+        return [*_behind(prompt, whole, tokenizer, marks), last]
     prompt = chat_text(problem, config, tokenizer, marks)
     whole = chat_text(problem, config, tokenizer, marks, answer)
     if not whole.startswith(prompt):
@@ -126,15 +120,23 @@ def render_answer(
             "reasons), or give the student a template that keeps its own prompt"
         )
     _check_written(problem, config, _restore(whole, marks), answer)
-    prompt_ids, ids = encode(tokenizer, prompt, marks), encode(tokenizer, whole, marks)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        ids = ids[len(prompt_ids) :]
-    else:  # a token reaches from the one into the other, which no sampled answer has
-        ids = encode(tokenizer, whole[len(prompt) :], marks)
+    ids = _behind(prompt, whole, tokenizer, marks)
     end = next((place for place, one in enumerate(ids) if one in ends.ids), None)
     if end is None:
-        return [*encode(tokenizer, whole[len(prompt) :].rstrip(), marks), ends.answer]
+        return [*_behind(prompt, whole.rstrip(), tokenizer, marks), ends.answer]
     return ids[: end + 1]
+
+
+def _behind(prompt: str, whole: str, tokenizer: Any, marks: Mapping[str, str]) -> list[int]:
+    """Return the ids of what a text has behind a prompt that it begins with.
+
+    Some tokenizers would write a space in front of it if it stood alone.
+    """
+    before, ids = (encode(tokenizer, text, marks) for text in (prompt, whole))
+    if ids[: len(before)] == before:
+        return ids[len(before) :]
+    # A token reaches from the one into the other, which no sampled answer has.
+    return encode(tokenizer, whole[len(prompt) :], marks)
 
 
 def chat_text(
@@ -147,9 +149,6 @@ def chat_text(
     """Return a problem as the tokenizer's chat template writes it, with or without an answer.
 
     Without one it ends in what an answer begins with. The texts of ``marks`` are replaced.
-
-    Raises:
-        ValueError: there is no template, or it refuses the messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         because = next((key for key in CHAT_KEYS if getattr(config, key) is not None), None)

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from tokenizers import normalizers, pre_tokenizers
 
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import (
@@ -149,6 +150,20 @@ def test_plain_answer_ends_as_the_tokenizer_does() -> None:
     both, stopped = Ends.of(tokenizer, {TURN_END}), Ends((40,), 40)
     ends = [render_answer(ASK, "4", PLAIN, tokenizer, one)[-1] for one in (both, stopped)]
     assert ends == [TEXT_END, 40]
+
+
+@pytest.mark.parametrize("template", [None, ROLES])
+def test_answer_has_no_space_that_the_text_lacks(template: str | None) -> None:
+    """A sentencepiece of the old kind writes one in front of each text that it reads."""
+    tokenizer = make_tokenizer(template, metaspace=True)
+    backend = tokenizer.backend_tokenizer
+    sign = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer, backend.pre_tokenizer = sign, pre_tokenizers.Split("\n", "isolated")
+    config = CHAT if template else PLAIN
+    ends = Ends.of(tokenizer, set())
+    ids = render_answer(ASK, "4", config, tokenizer, ends)
+    written = ["4"] if template else ["▁", "4"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [*written, SPECIAL[TEXT_END]]
 
 
 def test_end_behind_a_prompt_is_left_out() -> None:
