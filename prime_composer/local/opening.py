@@ -34,13 +34,13 @@ from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, Tea
 from prime_composer.recipe.watchers import ChecksConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
-from prime_composer.teachers.compatibility import ends_of, tokenizer_hash
+from prime_composer.teachers.compatibility import tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.tape.opening import tape_alone, with_tape
-from prime_composer.teachers.tokenizer_pair import own_tokenizer_of
+from prime_composer.teachers.tokenizer_pair import ends_of, own_tokenizer_of
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.rounding import LatentWeights
 

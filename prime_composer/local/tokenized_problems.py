@@ -30,8 +30,9 @@ from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.step.replay import response
-from prime_composer.teachers.compatibility import common_ends, ends_of
+from prime_composer.teachers.compatibility import common_ends
 from prime_composer.teachers.tape.store import HEADER_FILE
+from prime_composer.teachers.tokenizer_pair import ends_of
 
 LOOKED_AT = 64
 """Problems of each part whose rendering is looked at before a run."""

@@ -2,15 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores
-from prime_composer.problems.prompts import Ends, ends_of_chat
+from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
 
 PROBES = (
@@ -97,16 +94,6 @@ def common_ends(
             "generation_config.json does not say (rollout.stop overrides it)"
         )
     return ends, lines
-
-
-def ends_of(model: str | Path) -> list[int] | None:
-    """Return what ends a text by a model's files and its chat template, in ascending order.
-
-    None: the model is not on this machine.
-    """
-    with suppress(ModelUnavailable):
-        return sorted({*read_eos_token_ids(model)} | ends_of_chat(load_tokenizer(model)))
-    return None
 
 
 def named(token: int, tokenizer: Any) -> str:

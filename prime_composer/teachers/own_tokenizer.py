@@ -36,7 +36,6 @@ from prime_composer.teachers.compatibility import (
     PreflightError,
     TokenServer,
     check_served_tokenizer,
-    ends_of,
 )
 from prime_composer.teachers.student_candidates import LISTED, Question, Questions, read_answer
 from prime_composer.teachers.tape.scorer import live_of
@@ -44,6 +43,7 @@ from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
     TeacherPrompts,
+    ends_of,
     lead_of,
     make_pair,
     own_tokenizer_of,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from prime_composer.backends.protocols import Scorer
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
-from prime_composer.teachers.compatibility import ends_of
 from prime_composer.teachers.tape.header import check_readable, check_same, header_of
 from prime_composer.teachers.tape.scorer import TapedScorer
 from prime_composer.teachers.tape.store import Store
+from prime_composer.teachers.tokenizer_pair import ends_of
 
 Tell = Callable[[str], None]
 """Shows a text to the user."""

@@ -32,9 +32,8 @@ from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.client import Beside
-from prime_composer.teachers.compatibility import ends_of
 from prime_composer.teachers.own_tokenizer import ByRows
-from prime_composer.teachers.tokenizer_pair import make_pair
+from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
