@@ -394,7 +394,10 @@ def _open_scorers(
         if routing.teachers[teacher].base and engine.adapter is not None:
             status(f"the {teacher.display} is the student without its adapter")
             scorers[teacher] = TransformersScorer(
-                base_of(engine.model), max_model_len=spec.max_model_len, source=spec.model
+                base_of(engine.model),
+                max_model_len=spec.max_model_len,
+                source=spec.model,
+                eos_token_ids=spec.ends,
             )
             continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")

@@ -22,6 +22,9 @@ TRIED_TOKENS = 64
 WORD = re.compile(r"\w+")
 """What a chat template has to write of a message."""
 
+REASONING = re.compile("(?i)think|thought|reasoning")
+"""Is in the tokens before and behind reasoning."""
+
 REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
 """Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
 
@@ -238,11 +241,12 @@ def reads_plainly(tokenizer: Any) -> bool:
 
 def _pieces(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
     """Return the ids of a text, encoded between its special tokens."""
-    special, plain = special_tokens(tokenizer), _plain(tokenizer)
+    added, plain = _added(tokenizer), _plain(tokenizer)
     ids: list[int] = []
     for one in tokenizer.encode(text, add_special_tokens=False):
-        if one in special and special[one] in text:
-            piece, _, text = text.partition(special[one])
+        token, special = added.get(one, ("", False))
+        if special and token in text:
+            piece, _, text = text.partition(token)
             ids += [*plain.encode(_restore(piece, marks), add_special_tokens=False).ids, one]
     return ids + plain.encode(_restore(text, marks), add_special_tokens=False).ids
 
@@ -259,8 +263,12 @@ def _plain(tokenizer: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """Return the tokens that control a model, by id. They have no other meaning in a text."""
-    return {one: text for one, (text, special) in _added(tokenizer).items() if special}
+    """Return the tokens that control a model, by id. They have no other meaning in a text.
+
+    Those around reasoning are not among them, which some makers call special: data has them, too.
+    """
+    added = _added(tokenizer).items()
+    return {one: text for one, (text, special) in added if special and not REASONING.search(text)}
 
 
 @lru_cache(maxsize=8)

@@ -160,6 +160,20 @@ def test_teacher_of_its_own_tokenizer_ends_as_its_template_does(
     assert {int(one.token_ids[-1]) for one in own if one.finish_reason == "stop"} == {1, 2}
 
 
+def test_base_of_an_adapter_ends_as_its_student_does(pair: dict[str, Any]) -> None:
+    """The student's files lack the turn's end, and are those of this teacher."""
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    pair["student"]["lora"] = {"rank": 2}
+    pair["teacher"] = {"base": True}
+    engine, _ = opened(pair)
+    assert engine.teachers is not None
+    (scorer,) = engine.teachers.scorers.values()
+    assert scorer.sampler is not None
+    own = scorer.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
+    last = {int(one.token_ids[-1]) for one in own if one.finish_reason == "stop"}
+    assert last == {TEXT_END, TURN_END}
+
+
 def test_tape_alone_ends_as_its_teacher_does(tmp_path: Path, pair: dict[str, Any]) -> None:
     """It names no model, and the teacher's end is known of the tape."""
     pair["data"]["chat_template"] = False
@@ -184,6 +198,26 @@ def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> 
     for sample in batch.samples:
         trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
         assert trained == f"{sample.problem.answer}<|im_end|>" and sample.reward == 1
+
+
+def test_datas_answer_behind_a_templates_own_reasoning_is_right(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """The template closes the reasoning that its prompt opens, which is no part of the answer."""
+    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    template = opens.replace(
+        "m.content", "('<think>\n</think>' if m.role == 'assistant' else '') + m.content"
+    )
+    model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    pair["rollout"]["student_fraction"] = 0.0
+    pair["loss"] = {"type": "sft"}
+    engine, _ = opened(pair)
+    recipe = parse_recipe(pair)
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
+    (sample, *_) = collector.collect(1).samples
+    trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
+    assert trained == f"</think>{sample.problem.answer}<|im_end|>" and sample.reward == 1
 
 
 def test_answer_of_a_model_that_adds_its_end_plainly_is_graded(tmp_path: Path) -> None:

@@ -138,6 +138,18 @@ def test_tokens_that_are_not_special_stay_tokens() -> None:
     assert ids[0] == think and ids.count(TURN_END) == 1
 
 
+def test_reasoning_in_data_is_written_by_tokens_that_are_special() -> None:
+    """Some makers say so of theirs. The template reads them, and the model's own tokens train."""
+    special = [*SPECIAL, "[THINK]", "[/THINK]"]
+    template = THINKS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    tokenizer = make_tokenizer(template, special=special)
+    ends = Ends.of(tokenizer, {TURN_END})
+    answer = "[THINK]2+2 <|im_end|>[/THINK]4"
+    ids = render_answer(ASK, answer, CHAT, tokenizer, ends)
+    assert tokenizer.decode(ids) == "2+2 <|im_end|>\n[/THINK]\n\n4<|im_end|>"
+    assert [one for one in ids if one < len(special)] == [special.index("[/THINK]"), TURN_END]
+
+
 def test_tokenizer_that_reads_pieces_otherwise_is_known() -> None:
     """Sentencepiece's scheme "first" writes a space before each piece, and not in the whole."""
     assert reads_plainly(make_tokenizer())
