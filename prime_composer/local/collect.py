@@ -386,13 +386,22 @@ def grade(
     Math-Verify does not finish.
     """
     of_rollout = [problems[rollout.prompt_index] for rollout in rollouts]
-    texts = [tokenized.decode(rollout.completion_ids) for rollout in rollouts]
+    texts = [
+        # As the data has it: a chat template may write more around an answer.
+        problem.answer if is_of_data(rollout) else tokenized.decode(rollout.completion_ids)
+        for rollout, problem in zip(rollouts, of_rollout, strict=True)
+    ]
     rewards = [
         tokenized.reward(text, problem, budget)
         for text, problem in zip(texts, of_rollout, strict=True)
     ]
     advantages = group_advantages([rollout.prompt_index for rollout in rollouts], rewards)
     return list(map(Sample, rollouts, of_rollout, texts, rewards, advantages))
+
+
+def is_of_data(rollout: Rollout) -> bool:
+    """Return whether nobody has sampled a rollout."""
+    return not rollout.by_teacher and bool(rollout.inference_logprobs.isnan().all())
 
 
 def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:

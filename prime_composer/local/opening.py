@@ -40,7 +40,7 @@ from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.tape.opening import tape_alone, with_tape
-from prime_composer.teachers.tokenizer_pair import own_tokenizer_of
+from prime_composer.teachers.tokenizer_pair import ends_of, own_tokenizer_of
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.rounding import LatentWeights, layers_to_round
 
@@ -81,6 +81,9 @@ def teacher_spec(
 
     ``samples`` says whether it samples sequences as well.
     """
+    ends = student.ends
+    if teacher.tokenizer == "own":
+        ends = tuple(ends_of(model) or ()) or None
     return BackendSpec(
         backend=teacher.runs_on(student.backend),
         model=model,
@@ -95,7 +98,7 @@ def teacher_spec(
         timeout=teacher.timeout,
         section=f"[{table}]",
         head=teacher.head,
-        ends=None if teacher.tokenizer == "own" else student.ends,
+        ends=ends,
     )
 
 
@@ -320,13 +323,14 @@ def _open_tapes(
     student = tokenizer_hash(engine.problems.tokenizer) if taping else ""
     for teacher, config in taping.items():
         status(f"opening the {teacher.display}'s tape {config.tape}")
-        own = None
+        own, ends = None, engine.problems.ends.ids
         if config.tokenizer == "own":
             origin = tokenizer_origin(engine, teacher, config)
             own = tokenizer_hash(own_tokenizer_of(origin, teacher.table))
+            ends = tuple(ends_of(origin) or ())
         tokenizers = (student, own)
         if config.tape_only:
-            taped = tape_alone(config, teacher.table, tokenizers, engine.context, status)
+            taped = tape_alone(config, teacher.table, tokenizers, engine.context, status, ends)
         else:
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
             dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
@@ -393,7 +397,10 @@ def _open_scorers(
         if routing.teachers[teacher].base and engine.adapter is not None:
             status(f"the {teacher.display} is the student without its adapter")
             scorers[teacher] = TransformersScorer(
-                base_of(engine.model), max_model_len=spec.max_model_len, source=spec.model
+                base_of(engine.model),
+                max_model_len=spec.max_model_len,
+                source=spec.model,
+                eos_token_ids=spec.ends,
             )
             continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
+from prime_composer.backends.hf_model import read_eos_token_ids
+from prime_composer.backends.model_files import read_json
 from prime_composer.backends.protocols import Rollout
 from prime_composer.backends.transformers import window
 from prime_composer.environments.tasks import Task
@@ -31,6 +31,8 @@ from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.step.replay import response
 from prime_composer.teachers.compatibility import common_ends
+from prime_composer.teachers.tape.store import HEADER_FILE
+from prime_composer.teachers.tokenizer_pair import ends_of
 
 LOOKED_AT = 64
 """Problems of each part whose rendering is looked at before a run."""
@@ -74,23 +76,18 @@ class TokenizedProblems:
     @cached_property
     def ends(self) -> Ends:
         """What ends a text, the data's answers included."""
-        return self.run_ends or Ends.of(self.tokenizer, self.ends_of_turns(self.tokenizer))
+        return self.run_ends or Ends.of(self.tokenizer, self.ends_of_turns())
 
-    def ends_of_turns(self, tokenizer: Any) -> set[int]:
-        """Return the ids with which a chat template ends the answers to the problems."""
+    def ends_of_turns(self) -> set[int]:
+        """Return the ids with which the chat template ends the answers to the problems."""
         config_of = self.problem_set.config_of
-        ends = (around_answer(one, config_of(one), tokenizer)[1] for one in self._chats())
+        ends = (around_answer(one, config_of(one), self.tokenizer)[1] for one in self._chats())
         return {one for one in ends if one is not None}
 
     def look(self, answers: bool) -> list[str]:
         """Look at what the tokenizer makes of the first problems, and return warnings.
 
-        Args:
-            answers: the run trains on the data's answers.
-
-        Raises:
-            ValueError: the chat template leaves a message out, or writes an answer otherwise than
-                behind its own prompt.
+        ``answers`` says whether the run trains on those of the data.
         """
         warnings = []
         config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
@@ -145,10 +142,7 @@ class TokenizedProblems:
     def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
         """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value.
 
-        Args:
-            text: the answer.
-            problem: the problem.
-            budget: time for the answers of a step that Math-Verify does not finish.
+        The budget is of time for the answers of a step that Math-Verify does not finish.
         """
         return reward(text, problem, self.problem_set.config_of(problem), budget)
 
@@ -162,15 +156,8 @@ def with_ends(
 ) -> tuple[TokenizedProblems, list[str]]:
     """Return the problems with what ends a text of their run, and what to say of it.
 
-    Args:
-        tokenized: the problems.
-        stop: ``rollout.stop``, which is in the place of all that ``common_ends`` finds.
-        student: the student's directory or hub id.
-        teachers: the teachers, of which those with its tokens end a text, too.
-        folders: directories of prepared models, by table.
-
-    Raises:
-        ValueError: a text of ``stop`` is no token.
+    ``stop`` is in the place of all that ``common_ends`` finds. Of the teachers, those with the
+    student's tokens end a text, too. ``folders`` has the directories of prepared models, by table.
     """
     tokenizer = tokenized.tokenizer
     if stop is not None:
@@ -179,19 +166,22 @@ def with_ends(
     of_teachers = {}
     for teacher, config in teachers.items():
         model = config.model or folders.get(teacher.table)
-        if model is not None and config.tokenizer != "own":
-            with suppress(ModelUnavailable):  # it may be on another machine
-                known = {*read_eos_token_ids(model)}
-                if (other := load_tokenizer(model)) is not None and other.chat_template:
-                    known |= tokenized.ends_of_turns(other)
-                of_teachers[f"[{teacher.table}]"] = known
-    own, turns = {*read_eos_token_ids(student)}, tokenized.ends_of_turns(tokenizer)
+        known = None if model is None else ends_of(model)
+        if model is None and config.tape is not None:  # which alone knows its teacher
+            known = (read_json(config.tape / HEADER_FILE) or {}).get("ends")
+        if known is not None and config.tokenizer != "own":
+            of_teachers[f"[{teacher.table}]"] = {*known}
+    own, turns = {*read_eos_token_ids(student)}, tokenized.ends_of_turns()
     ends, lines = common_ends(tokenizer, own, turns, of_teachers)
     return replace(tokenized, run_ends=ends), lines
 
 
 def _token_of(end: int | str, tokenizer: Any) -> int:
     """Return the id of an entry of ``rollout.stop``."""
+    if isinstance(end, int) and end not in tokenizer.get_vocab().values():
+        raise ValueError(
+            f"rollout.stop: the student's tokenizer has no token {end}; name one by its text"
+        )
     ids = [end] if isinstance(end, int) else tokenizer.encode(end, add_special_tokens=False)
     if len(ids) != 1:
         raise ValueError(
@@ -209,11 +199,7 @@ def context_of(
 ) -> int:
     """Return the context of a run's engines, also where the recipe sets none.
 
-    Args:
-        rollout: ``[rollout]``.
-        tokenized: the problems.
-        models: table and config of the models on this machine, with their backends.
-        paths: directories of the prepared ones, by table.
+    ``models`` are table, config and backend of those on this machine.
     """
     if rollout.max_model_len is not None:
         return rollout.max_model_len

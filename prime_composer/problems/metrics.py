@@ -35,16 +35,8 @@ def reward(
 ) -> float:
     """Return the reward of an answer, in [0, 1]; 0 or 1 where it is right or wrong.
 
-    Where answers are not graded it is 0, and nothing reads it.
-
-    Args:
-        text: the answer.
-        problem: the problem.
-        config: its metric.
-        budget: time for answers that Math-Verify does not finish; see ``is_correct``.
-
-    Raises:
-        ValueError: a library is missing, or gave no number.
+    Where answers are not graded it is 0, and nothing reads it. The budget is that of
+    ``is_correct``.
     """
     if not config.scored:
         return 0.0
@@ -129,11 +121,7 @@ def signature(metric: str) -> str | None:
 
 
 def signatures_of(sources: Iterable[DataConfig]) -> dict[str, str]:
-    """Return the signature of each graded metric of a recipe's environments.
-
-    Raises:
-        ValueError: a library is missing.
-    """
+    """Return the signature of each graded metric of a recipe's environments."""
     named = {config.metric: signature(config.metric) for config in sources}
     return {metric: text for metric, text in named.items() if text is not None}
 

@@ -22,6 +22,9 @@ TRIED_TOKENS = 64
 WORD = re.compile(r"\w+")
 """What a chat template has to write of a message."""
 
+REASONING = re.compile("(?i)think|thought|reasoning")
+"""Is in the tokens before and behind reasoning."""
+
 REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
 """Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
 
@@ -77,12 +80,7 @@ def prompt_messages(problem: Problem, config: DataConfig) -> list[dict[str, str]
 
 
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt's token ids.
-
-    Raises:
-        ValueError: ``chat_template`` is set and the tokenizer has none, or its template refuses
-            the messages, or leaves one of them out.
-    """
+    """Return the prompt's token ids."""
     marks = marks_of(tokenizer, [problem.question, *(text for _, text in problem.context)])
     if config.chat_template:
         text = chat_text(problem, config, tokenizer, marks)
@@ -99,10 +97,6 @@ def render_answer(
     """Return an answer's token ids as they follow those of the prompt, with the id that ends it.
 
     With a chat template they are what it writes after its own prompt, up to the first end.
-
-    Raises:
-        ValueError: the template writes the prompt otherwise where an answer follows, or nothing
-            ends a text.
     """
     if ends.answer is None:
         raise ValueError(
@@ -113,9 +107,12 @@ def render_answer(
     data = [problem.question, answer, *(text for _, text in problem.context)]
     marks = marks_of(tokenizer, data)
     if not config.chat_template:
-        text = _replace(answer_text(answer, config), marks)
+        marked = replace(problem, question=_replace(problem.question, marks))
+        prompt = prompt_text(marked, config)
+        whole = prompt + _replace(answer_text(answer, config), marks)
         eos = tokenizer.eos_token_id  # also beside data that goes through the chat template
-        return [*encode(tokenizer, text, marks), eos if eos in ends.ids else ends.answer]
+        last = eos if eos in ends.ids else ends.answer
+        return [*_behind(prompt, whole, tokenizer, marks), last]
     prompt = chat_text(problem, config, tokenizer, marks)
     whole = chat_text(problem, config, tokenizer, marks, answer)
     _check_written(problem, config, _restore(whole, marks), answer)
@@ -126,18 +123,26 @@ def render_answer(
             "data's answers as the template reads them (with their reasoning, for a model that "
             "reasons), or give the student a template that keeps its own prompt"
         )
-    prompt_ids, ids = encode(tokenizer, prompt, marks), encode(tokenizer, whole, marks)
-    if ids[: len(prompt_ids)] == prompt_ids:
-        ids = ids[len(prompt_ids) :]
-    else:  # a token reaches from the one into the other, which no sampled answer has
-        ids = encode(tokenizer, whole[len(prompt) :], marks)
+    ids = _behind(prompt, whole, tokenizer, marks)
     end = next((place for place, one in enumerate(ids) if one in ends.ids), None)
     if end is not None:
         return ids[: end + 1]
     _, turn = around_answer(problem, config, tokenizer)
     if turn in ids:  # rollout.stop is in the place of the template's end
         return [*ids[: ids.index(turn)], ends.answer]
-    return [*encode(tokenizer, whole[len(prompt) :].rstrip(), marks), ends.answer]
+    return [*_behind(prompt, whole.rstrip(), tokenizer, marks), ends.answer]
+
+
+def _behind(prompt: str, whole: str, tokenizer: Any, marks: Mapping[str, str]) -> list[int]:
+    """Return the ids of what a text has behind a prompt that it begins with.
+
+    Some tokenizers would write a space in front of it if it stood alone.
+    """
+    before, ids = (encode(tokenizer, text, marks) for text in (prompt, whole))
+    if ids[: len(before)] == before:
+        return ids[len(before) :]
+    # A token reaches from the one into the other, which no sampled answer has.
+    return encode(tokenizer, whole[len(prompt) :], marks)
 
 
 def chat_text(
@@ -150,9 +155,6 @@ def chat_text(
     """Return a problem as the tokenizer's chat template writes it, with or without an answer.
 
     Without one it ends in what an answer begins with. The texts of ``marks`` are replaced.
-
-    Raises:
-        ValueError: there is no template, or it refuses the messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         because = next((key for key in CHAT_KEYS if getattr(config, key) is not None), None)
@@ -242,11 +244,12 @@ def reads_plainly(tokenizer: Any) -> bool:
 
 def _pieces(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
     """Return the ids of a text, encoded between its special tokens."""
-    special, plain = special_tokens(tokenizer), _plain(tokenizer)
+    added, plain = _added(tokenizer), _plain(tokenizer)
     ids: list[int] = []
     for one in tokenizer.encode(text, add_special_tokens=False):
-        if one in special and special[one] in text:
-            piece, _, text = text.partition(special[one])
+        token, special = added.get(one, ("", False))
+        if special and token in text:
+            piece, _, text = text.partition(token)
             ids += [*plain.encode(_restore(piece, marks), add_special_tokens=False).ids, one]
     return ids + plain.encode(_restore(text, marks), add_special_tokens=False).ids
 
@@ -263,8 +266,12 @@ def _plain(tokenizer: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Any) -> Mapping[int, str]:
-    """Return the tokens that control a model, by id. They have no other meaning in a text."""
-    return {one: text for one, (text, special) in _added(tokenizer).items() if special}
+    """Return the tokens that control a model, by id. They have no other meaning in a text.
+
+    Those around reasoning are not among them, which some makers call special: data has them, too.
+    """
+    added = _added(tokenizer).items()
+    return {one: text for one, (text, special) in added if special and not REASONING.search(text)}
 
 
 @lru_cache(maxsize=8)

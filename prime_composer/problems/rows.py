@@ -16,6 +16,9 @@ ROWS_SHOWN = 5
 
 ROLES = ("system", "user", "assistant")
 
+EXACT_UP_TO = 2**53
+"""Size from which on a float may be another whole number than the one that was meant."""
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -131,6 +134,7 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
             )
         context = (("system", system), *context)
     teacher = None if config.teacher_key is None else row.get(config.teacher_key)
+    teacher = None if is_missing(teacher) else teacher
     if teacher is not None and not isinstance(teacher, str):
         raise ValueError(
             f'"{config.teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
@@ -165,23 +169,25 @@ def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
         raise ValueError(
             f'{error.args[0]}, or set metric = "none" for prompts without answers'
         ) from None
-    if is_missing(value):
-        return ""
-    if isinstance(value, Real | Decimal) and not isinstance(value, bool):
-        return _written(value)
+    if isinstance(value, Real | Decimal) and not isinstance(value, bool) and not is_missing(value):
+        return _written(value, config.answer_key)
     return _text(value, config.answer_key, "answer_key")
 
 
-def _written(number: Real | Decimal) -> str:
+def _written(number: Real | Decimal, column: str) -> str:
     """Return a number as people write it: pandas makes 57 a float where another row has none."""
     value: Any = number
+    if isinstance(value, float) and EXACT_UP_TO <= abs(value) < math.inf:
+        raise ValueError(
+            f'"{column}" is the float {value:g}, which may have lost digits; write it as a text or '
+            'an integer (in pandas the dtype "Int64", which allows for missing values)'
+        )
     return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
 
 
 def _system(row: Mapping[str, Any], column: str) -> str:
     """Return a row's own system message; "" for none."""
-    value = row.get(column)
-    return "" if is_missing(value) else _text(value, column, "system_key")
+    return _text(row.get(column), column, "system_key")
 
 
 def is_missing(value: Any) -> bool:
@@ -190,7 +196,7 @@ def is_missing(value: Any) -> bool:
         return True
     try:
         return bool(value != value)
-    except TypeError:  # NA says neither yes nor no
+    except (TypeError, ArithmeticError):  # NA and Decimal("sNaN") say neither yes nor no
         return True
     except ValueError:  # an array, which is a value
         return False
@@ -204,6 +210,8 @@ def _conversation(
         messages = value_at(row, column, "messages_key")
     except KeyError as error:
         raise ValueError(error.args[0]) from None
+    if is_missing(messages):
+        return (), "", ""
     if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
         messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not messages:
@@ -259,6 +267,9 @@ def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
 
 
 def _text(value: Any, column: str, key: str) -> str:
+    """Return a text without white space around it; "" for a missing one."""
+    if is_missing(value):
+        return ""
     if not isinstance(value, str):
         also = ""
         if key == "prompt_key" and isinstance(value, list | tuple):

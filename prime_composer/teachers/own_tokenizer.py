@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means, token_scores
@@ -44,6 +43,7 @@ from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
     TeacherPrompts,
+    ends_of,
     lead_of,
     make_pair,
     own_tokenizer_of,
@@ -98,7 +98,7 @@ def with_own_tokenizer(
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
     sizes = scorer.limits.vocab_size or 0, vocab_size
     leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
-    ends = read_eos_token_ids(model)
+    ends = ends_of(model) or ()
     pair = make_pair(tokenizer, student, ends, prompts.texts(), table, sizes, leads, student_end)
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)

@@ -1,17 +1,19 @@
 """What a teacher with another tokenizer reads, and the tables of both tokenizers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
+from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import (
     answer_text,
+    ends_of_chat,
     prompt_messages,
     prompt_text,
     render_prompt,
@@ -206,6 +208,16 @@ def check_pairs(stored: Mapping[str, str], now: Mapping[str, str]) -> None:
                 f'[{table}] tokenizer = "own": the checkpoint was trained with other tokenizers, '
                 "or other texts to count on; bring those back, or start a new run."
             )
+
+
+def ends_of(model: str | Path) -> list[int] | None:
+    """Return what ends a text by a model's files and its chat template, in ascending order.
+
+    None: the model is not on this machine.
+    """
+    with suppress(ModelUnavailable):
+        return sorted({*read_eos_token_ids(model)} | ends_of_chat(load_tokenizer(model)))
+    return None
 
 
 def own_tokenizer_of(model: str | Path, table: str) -> Any:

@@ -1,14 +1,15 @@
 """What ends a text in a run: base and chat models of one family, as people distill them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import load_tokenizer
-from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.hf_model import load_model, load_tokenizer
+from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.cli.commands import main
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
@@ -16,6 +17,7 @@ from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import PreflightError
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from tests.chat_models import (
     CHATML,
     SPECIAL,
@@ -119,13 +121,69 @@ def test_stop_overrides_what_files_say(
     assert not any("rollout.stop" in text for text in said)
 
 
-def test_stop_of_several_tokens_is_refused_by_its_key(
-    tmp_path: Path, pair: dict[str, Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("stop", "words"), [("Answer", "'Answer'.* one token"), (5000, "5000")])
+def test_stop_that_is_no_token_is_refused_by_its_key(
+    tmp_path: Path,
+    pair: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    stop: int | str,
+    words: str,
 ) -> None:
-    pair["rollout"]["stop"] = ["Answer"]
+    """A text of several tokens, and an id that the tokenizer lacks."""
+    pair["rollout"]["stop"] = [stop]
     assert run(tmp_path, pair, "--dry-run") == 2
-    error = capsys.readouterr().err
-    assert "rollout.stop" in error and "'Answer'" in error and "one token" in error
+    assert re.search(f"rollout.stop.*{words}", capsys.readouterr().err)
+
+
+def test_teacher_of_its_own_tokenizer_ends_as_its_template_does(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """Its files name another end: the template's ends its answers, and is the student's end."""
+    template = CHATML.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<eot>")
+    tokenizer = make_tokenizer(template, eos="</s>", special=["<s>", "<eot>", "</s>"], plain=["xx"])
+    teacher = save_model(tmp_path / "own", tokenizer, 2, 1)
+    pair["teacher"] = {"model": teacher, "tokenizer": "own"}
+    pair["data"]["prompt_template"] = "{question}"
+    engine, _ = opened(pair)
+    assert engine.teachers is not None
+    (scorer,) = engine.teachers.scorers.values()
+    prompt = engine.problems.prompt(engine.problems.problem_set.practice[0])
+    ended = Rollout.not_sampled(torch.tensor([*prompt, TURN_END]), len(prompt), "stop")
+    (scores,) = scorer.score([ended], 4)
+    ids = torch.tensor([tokenizer.apply_chat_template(
+        [{"role": "user", "content": engine.problems.problem_set.practice[0].question}],
+        add_generation_prompt=True, return_dict=False)])  # fmt: skip
+    q = load_model(teacher)(ids).logits[0, -1].detach().double().softmax(-1)
+    assert scores.ref_logprobs[0].exp() == pytest.approx(float(q[1:3].sum()), rel=1e-4)
+    assert isinstance(scorer, OwnTokenizerScorer) and scorer.scorer.sampler is not None
+    own = scorer.scorer.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
+    assert {int(one.token_ids[-1]) for one in own if one.finish_reason == "stop"} == {1, 2}
+
+
+def test_base_of_an_adapter_ends_as_its_student_does(pair: dict[str, Any]) -> None:
+    """The student's files lack the turn's end, and are those of this teacher."""
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    pair["student"]["lora"] = {"rank": 2}
+    pair["teacher"] = {"base": True}
+    engine, _ = opened(pair)
+    assert engine.teachers is not None
+    (scorer,) = engine.teachers.scorers.values()
+    assert scorer.sampler is not None
+    own = scorer.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
+    last = {int(one.token_ids[-1]) for one in own if one.finish_reason == "stop"}
+    assert last == {TEXT_END, TURN_END}
+
+
+def test_tape_alone_ends_as_its_teacher_does(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """It names no model, and the teacher's end is known of the tape."""
+    pair["data"]["chat_template"] = False
+    pair["teacher"]["tape"] = str(tmp_path / "tape")
+    first, _ = opened(pair)
+    first.__exit__()
+    pair["teacher"] = {"tape": str(tmp_path / "tape"), "tape_only": True}
+    second, _ = opened(pair)
+    assert second.problems.ends == first.problems.ends
+    assert second.problems.ends.ids == (TEXT_END, TURN_END)
 
 
 def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> None:
@@ -140,6 +198,26 @@ def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> 
     for sample in batch.samples:
         trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
         assert trained == f"{sample.problem.answer}<|im_end|>" and sample.reward == 1
+
+
+def test_datas_answer_behind_a_templates_own_reasoning_is_right(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """The template closes the reasoning that its prompt opens, which is no part of the answer."""
+    opens = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    template = opens.replace(
+        "m.content", "('<think>\n</think>' if m.role == 'assistant' else '') + m.content"
+    )
+    model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+    pair["rollout"]["student_fraction"] = 0.0
+    pair["loss"] = {"type": "sft"}
+    engine, _ = opened(pair)
+    recipe = parse_recipe(pair)
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
+    (sample, *_) = collector.collect(1).samples
+    trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
+    assert trained == f"</think>{sample.problem.answer}<|im_end|>" and sample.reward == 1
 
 
 def test_answer_of_a_model_that_adds_its_end_plainly_is_graded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.cli.report import print_outcome, print_report
@@ -60,7 +61,8 @@ class Saying:
             question = next(q for q in self.answers if q in self.tokenized.decode(prompt))
             for text in self.answers[question][: params.n]:
                 said = response(prompt, said_ids(text), index)
-                rollouts.append(replace(said, prompt_index=index))
+                log_mu = torch.full(said.token_ids.shape, -0.5)
+                rollouts.append(replace(said, prompt_index=index, inference_logprobs=log_mu))
         return rollouts
 
 

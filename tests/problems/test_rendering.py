@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from tokenizers import normalizers, pre_tokenizers
 
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import (
@@ -155,6 +156,18 @@ def test_tokens_that_are_not_special_stay_tokens() -> None:
     assert ids[0] == think and ids.count(TURN_END) == 1
 
 
+def test_reasoning_in_data_is_written_by_tokens_that_are_special() -> None:
+    """Some makers say so of theirs. The template reads them, and the model's own tokens train."""
+    special = [*SPECIAL, "[THINK]", "[/THINK]"]
+    template = THINKS.replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    tokenizer = make_tokenizer(template, special=special)
+    ends = Ends.of(tokenizer, {TURN_END})
+    answer = "[THINK]2+2 <|im_end|>[/THINK]4"
+    ids = render_answer(ASK, answer, CHAT, tokenizer, ends)
+    assert tokenizer.decode(ids) == "2+2 <|im_end|>\n[/THINK]\n\n4<|im_end|>"
+    assert [one for one in ids if one < len(special)] == [special.index("[/THINK]"), TURN_END]
+
+
 def test_tokenizer_that_reads_pieces_otherwise_is_known() -> None:
     """Sentencepiece's scheme "first" writes a space before each piece, and not in the whole."""
     assert reads_plainly(make_tokenizer())
@@ -167,6 +180,20 @@ def test_plain_answer_ends_as_the_tokenizer_does() -> None:
     both, stopped = Ends.of(tokenizer, {TURN_END}), Ends((40,), 40)
     ends = [render_answer(ASK, "4", PLAIN, tokenizer, one)[-1] for one in (both, stopped)]
     assert ends == [TEXT_END, 40]
+
+
+@pytest.mark.parametrize("template", [None, ROLES])
+def test_answer_has_no_space_that_the_text_lacks(template: str | None) -> None:
+    """A sentencepiece of the old kind writes one in front of each text that it reads."""
+    tokenizer = make_tokenizer(template, metaspace=True)
+    backend = tokenizer.backend_tokenizer
+    sign = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer, backend.pre_tokenizer = sign, pre_tokenizers.Split("\n", "isolated")
+    config = CHAT if template else PLAIN
+    ends = Ends.of(tokenizer, set())
+    ids = render_answer(ASK, "4", config, tokenizer, ends)
+    written = ["4"] if template else ["▁", "4"]
+    assert tokenizer.convert_ids_to_tokens(ids) == [*written, SPECIAL[TEXT_END]]
 
 
 def test_end_behind_a_prompt_is_left_out() -> None:

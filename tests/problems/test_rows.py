@@ -122,7 +122,8 @@ WRITTEN = [
     (np.float32(-3.0), "-3"),
     (np.int64(57), "57"),
     (Decimal("57.00"), "57"),
-    (1e16, "10000000000000000"),
+    (Decimal("1E16"), "10000000000000000"),
+    (2**53 + 1, "9007199254740993"),
     (57.5, "57.5"),
     (Decimal("0.10"), "0.10"),
 ]
@@ -140,6 +141,27 @@ def test_number_of_a_table_is_read_as_people_write_it(
     problem = problem_of_row({"question": "q", "answer": answer}, config)
     assert problem.answer == written
     assert is_correct(written, problem, config)
+
+
+def test_float_that_may_have_lost_digits_is_refused() -> None:
+    """A column of ids with a missing value is of floats in pandas: this one was 2^53 + 1."""
+    with pytest.raises(ValueError, match=r'"answer" is the float .*text.*Int64'):
+        read({"question": "q", "answer": float(2**53 + 1)}, metric="exact")
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, Decimal("sNaN")])
+def test_missing_question_or_conversation_is_an_empty_one(missing: Any) -> None:
+    """Left out with ``clean``; in the column of teachers, it names none."""
+    for row, settings in (
+        ({"question": missing, "answer": "a"}, {"metric": "exact"}),
+        ({"messages": missing}, CHAT),
+    ):
+        with pytest.raises(ValueError, match='" is empty.*clean = true'):
+            read(row, **settings)
+        config = DataConfig(source="rows", clean=True, **settings)
+        assert problem_or_none(row, config) is None
+    row = {"question": "q", "answer": "a", "t": missing}
+    assert read(row, metric="exact", teacher_key="t").teacher is None
 
 
 @pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ""}, {"answer": math.nan}])

@@ -374,6 +374,15 @@ def test_tape_greedy_answers_are_kept_by_prompt(tmp_path: Path) -> None:
     assert scorer.prompts == 7 + 2 + 3
     silent = alone(tmp_path).sampler
     assert silent is not None and len(silent.generate([[4, 5]], greedy, 0)) == 1
+    other = with_tape(
+        *(scorer, config(tmp_path), replace(SPEC, ends=(7,)), ("hash", None), 1e-4, True, print)
+    )
+    OPEN.append(other)
+    assert other.sampler is not None
+    for params, seed in ((greedy, 0), (draws, 7)):  # which went on behind another end
+        asked = scorer.prompts
+        other.sampler.generate(prompts, params, seed)
+        assert scorer.prompts == asked + len(prompts)
     lacks = r"lacks the teacher's own answers to 1 of 2 prompts.*tape_only = false"
     with pytest.raises(NotOnTape, match=lacks):
         silent.generate([[4, 5], [6]], greedy, 0)

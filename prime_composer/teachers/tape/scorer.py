@@ -75,6 +75,7 @@ class TapedScorer:
         limit: nats by which two of its answers to one request may differ.
         is_fixed: it cannot become another one. Otherwise its answers are others' to read once it
             has answered a known request after them as before (``mark``).
+        ends: ids that end the answers that it samples.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class TapedScorer:
         *,
         limit: float = 0.0,
         is_fixed: bool = True,
+        ends: Sequence[int] | None = None,
     ):
         self.live, self._store, self.header, self._table = scorer, store, header, table
         self._context, self._limit, self._is_fixed = context, limit, is_fixed
+        self._ends = ends
         self._head: TeacherHead | None = None
         self._counts = Counter[str]()
 
@@ -120,7 +123,9 @@ class TapedScorer:
         sampler = None if self.live is None else self.live.sampler
         if self.live is not None and sampler is None:
             return None
-        return TapedSampler(sampler, self._store, self.limits, self._table, self._is_fixed)
+        return TapedSampler(
+            sampler, self._store, self.limits, self._table, self._is_fixed, self._ends
+        )
 
     def knows(self, kind: Kind) -> bool:
         """Return whether the teacher's server has a kind of scores."""
@@ -280,7 +285,7 @@ class TapedSampler:
     """Answers that a teacher samples, each of which is kept on its tape (``protocols.Sampler``).
 
     A greedy answer is one to its prompt. Another one is one of its call: of all its prompts, in
-    their order, and of the seed.
+    their order, and of the seed. Both are of what ends an answer.
     """
 
     def __init__(
@@ -290,9 +295,11 @@ class TapedSampler:
         limits: Limits,
         table: str,
         is_fixed: bool,
+        ends: Sequence[int] | None = None,
     ):
         self._sampler, self._store, self._table = sampler, store, table
         self._is_fixed = is_fixed
+        self._ends = repr(sorted(ends or ())).encode()
         self._limits = limits if sampler is None else sampler.limits
 
     @property
@@ -304,9 +311,9 @@ class TapedSampler:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
         """Sample as ``protocols.Sampler`` says. The teacher is asked for what is not there."""
-        of_call: list[tuple[bytes, ...]] = [()] * len(prompts)
+        of_call: list[tuple[bytes, ...]] = [(self._ends,)] * len(prompts)
         if draws := params.temperature > 0:
-            call = digest(*map(ids_as_bytes, prompts)).encode()
+            call = self._ends + digest(*map(ids_as_bytes, prompts)).encode()
             of_call = [(f"{seed} {place}".encode(), call) for place in range(len(prompts))]
         keys = [
             text_key(prompt, params, *more) for prompt, more in zip(prompts, of_call, strict=True)

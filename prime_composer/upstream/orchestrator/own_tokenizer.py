@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
+from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means
 from prime_composer.cross_tokenizer.pair import Pair
@@ -33,7 +33,7 @@ from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.client import Beside
 from prime_composer.teachers.own_tokenizer import ByRows
-from prime_composer.teachers.tokenizer_pair import make_pair
+from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
@@ -146,11 +146,10 @@ def opened(directory: str, student: str | None) -> OwnTokenizer:
         )
     # The student's head may have more ids than its tokenizer, and it samples them too.
     sizes = 0, len(own) + MOST_PADDING
-    ends = read_eos_token_ids(directory)
     pair = make_pair(
         teacher,
         own,
-        ends,
+        ends_of(directory) or (),
         [],
         TOKENIZERS_KEY,
         sizes,
