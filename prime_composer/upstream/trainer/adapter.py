@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prime_composer.losses import require, setup_loss_fn
 from prime_composer.losses.needs import START_ADAPTER
+from prime_composer.upstream import launches
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
@@ -222,6 +223,8 @@ class Adapter:
         if self.loss is not None:
             if self.steps > 0:
                 self.loss.objective.end_step()
+            if self.steps == 1:
+                launches.judge_ranks(self.loss.compares)
             if self.journal is not None:
                 step = self.journal.start_step + self.steps
                 self.journal.keep(step, self.loss.objective)
@@ -245,6 +248,7 @@ class Adapter:
         self._batches = TrackedBatches(batches, self.begin)
         self._micro_tally = self.tally = Tally()
         if self.loss is not None:
+            launches.mark_rank()
             self._tokens = self.loss.batch_came(batches, self.steps)
             self._expect(self.tally, sum(self._tokens))
             atexit.unregister(judge_at_exit)

@@ -272,6 +272,12 @@ GRPO_GROUP = _capability(
 )
 CLI = _capability("launcher's config", ADAPTER, "utils.config:cli ...")
 LAUNCHER = _capability("launcher", TRAINER, "entrypoints.rl:main")
+CLEAN = _capability(
+    "start of a launch",
+    ADAPTER,
+    "utils.pathing:clean_future_steps output_dir resume_step",
+    optional=True,
+)
 TEACHER = _capability(
     "teacher's client",
     (*ADAPTER, "export"),
@@ -306,7 +312,7 @@ CAPABILITIES = (
     *(SLOT, COMPUTE_LOSS, MICRO_BATCH, FORWARD, *HEADS, CONTEXT_PARALLEL),
     *(PREFILL, OPD_SCORES, OPSD_SCORES, OPD_GROUP, OPSD_GROUP, REFERENCE, SAMPLES, SAMPLE, PAYLOAD),
     *(STAMPS, RL_LOSS, GRPO, GRPO_CONFIG, GRPO_GROUP),
-    *(CLI, LAUNCHER, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
+    *(CLI, LAUNCHER, CLEAN, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
 )
 """Everything that we touch: trainer, orchestrator, launcher."""
 
