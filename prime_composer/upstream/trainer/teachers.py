@@ -27,6 +27,7 @@ from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
+from prime_composer.upstream import meeting
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
@@ -183,6 +184,7 @@ class Teachers:
                 heads=cache_root() / "heads",
                 kind=(AdapterSettings.from_env() or AdapterSettings()).kind(),
             )
+            meeting.compare(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
             self._frozen[key] = Frozen(scorer, self.k, self.hidden)
