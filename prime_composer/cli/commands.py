@@ -172,20 +172,21 @@ def _rl_upstream(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     import json
 
-    from prime_composer.recipe.loading import apply_override, read_tables
+    from prime_composer.recipe.schema import RecipeError
     from prime_composer.recipe.stages import load_stages
-    from prime_composer.upstream.launch import check_native, is_native
 
-    raw = read_tables(args.config, "recipe", "recipes/")
-    for item in args.overrides:
-        apply_override(raw, item)
-    if is_native(raw):
-        shown = check_native(raw, args.config)
-    else:
+    try:
         recipes = load_stages(args.config, args.overrides)
         warn_of_paths(recipes[0])
         tables = [recipe.model_dump(mode="json") for recipe in recipes]
         shown = {"stages": tables} if len(tables) > 1 else tables[0]
+    except RecipeError:
+        from prime_composer.upstream.launch import check_native
+
+        native = check_native(args.config, args.overrides)
+        if native is None:
+            raise
+        shown = native
     print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0
 
@@ -444,8 +445,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "rl": (_rl, "Run a recipe.", RL),
     "check": (
         _check,
-        "Validate a recipe and print it with every default filled in; of prime-rl's own TOML, the "
-        "loss in it.",
+        "Validate a recipe, or the loss of prime-rl's own TOML. Print it with every default "
+        "filled in.",
         (option("config", metavar="FILE"), OVERRIDES),
     ),
     "probe": (

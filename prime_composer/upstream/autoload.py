@@ -81,11 +81,7 @@ class Hooks(importlib.abc.MetaPathFinder):
 
 
 def install() -> Hooks:
-    """Put the finder in front of all others, once, and return it.
-
-    Raises:
-        SystemExit: PRIME_COMPOSER says neither on nor off. prime-rl would train without our losses.
-    """
+    """Put the finder in front of all others, once, and return it."""
     value = os.environ.get("PRIME_COMPOSER", "").strip()
     if value != "1" and not value.startswith(("{", "@")):
         shown = repr(value if len(value) <= 60 else f"{value[:60]}...")

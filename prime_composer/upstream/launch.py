@@ -117,22 +117,8 @@ def launch(
 ) -> int:
     """Start prime-rl's ``rl`` on an exported recipe, or on a native TOML as it is.
 
-    Args:
-        config: a recipe, or a prime-rl TOML.
-        overrides: ``key=value`` items, for the recipe or for the native TOML.
-        output_dir: the run directory; None: what the file says.
-        resume: continue from the newest checkpoint.
-        models: directories of prepared models by table, for recipes with ``[*.prepare]``.
-        dry_run: print what would be started, let prime-rl check it, and start and write nothing.
-        problems: the recipe's problems; None: loaded if rows name teachers.
-
-    Returns:
-        prime-rl's exit status; for a dry run, 1 where prime-rl refuses the file.
-
-    Raises:
-        RecipeError: prime-rl is not installed or of no supported version, the adapter's .pth is not
-            active, or the file cannot be exported. A dry run without prime-rl prints what it would
-            export first.
+    ``models`` are directories of prepared models by table; ``problems`` None: loaded if rows name
+    teachers. Returns prime-rl's exit status; of a dry run, 1 where prime-rl refuses the file.
     """
     installed = has_prime_rl()
     if installed:
@@ -145,9 +131,7 @@ def launch(
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error
     path = Path(config)
-    raw = read_tables(path, "recipe", "recipes/")
-    for item in overrides:
-        apply_override(raw, item)
+    raw = tables_of(path, overrides)
     if output_dir is not None:
         raw["output_dir"] = output_dir
     if is_native(raw):
@@ -189,11 +173,7 @@ def plan_native(raw: dict[str, Any], path: Path, version: Version) -> NativeRun:
 
 
 def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
-    """Print what ``NativeRun.start`` would do, and prime-rl's verdict on the file.
-
-    Raises:
-        RecipeError: prime-rl is not installed.
-    """
+    """Print what ``NativeRun.start`` would do, and prime-rl's verdict on the file."""
     command = " ".join(launcher(run.file))
     folder = Path(sys.executable).parent
     print("dry run: nothing is started, nothing is written")
@@ -224,6 +204,14 @@ def placeholders(models: Mapping[str, ModelConfig]) -> dict[str, Any]:
     }
 
 
+def tables_of(config: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tables of a file, whatever it is, with overrides."""
+    raw = read_tables(config, "recipe", "recipes/")
+    for item in overrides:
+        apply_override(raw, item)
+    return raw
+
+
 def is_native(raw: Mapping[str, Any]) -> bool:
     """Return whether a file is a native prime-rl TOML and not a recipe."""
     trainer = raw.get("trainer")
@@ -231,12 +219,15 @@ def is_native(raw: Mapping[str, Any]) -> bool:
     return "student" not in raw and (has_loss or bool(NATIVE_TABLES & set(raw)))
 
 
-def check_native(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+def check_native(config: str | os.PathLike[str], overrides: Sequence[str]) -> Any:
     """Return the loss of a native TOML with its defaults, and what follows from it in a run.
 
-    Its table is refused as prime-rl's launcher would refuse it. ``name`` is that of the file.
+    Its table is refused as prime-rl's launcher would refuse it. None: the file is no native TOML.
     """
-    settings = AdapterSettings.model_validate(of_config(raw, name))
+    raw = tables_of(config, overrides)
+    if not is_native(raw):
+        return None
+    settings = AdapterSettings.model_validate(of_config(raw, str(config)))
     loss = parse_loss_table(settings.loss or {})
     settings = settings.derived(loss)
     asked_by = settings.asked_by or "orchestrator"
@@ -271,12 +262,7 @@ def environment(switch: str) -> dict[str, str]:
 
 
 def check_pth() -> None:
-    """Check that a fresh interpreter of this environment loads our hooks.
-
-    Raises:
-        RecipeError: it does not. The package is importable but not installed, so its .pth is
-            missing.
-    """
+    """Check that a fresh interpreter of this environment loads our hooks."""
     code = (
         "import sys; "
         "sys.exit(0 if any(hasattr(f, 'is_prime_composer') for f in sys.meta_path) else 3)"

@@ -111,14 +111,6 @@ def resolve(config: Any) -> None:
 
     A run with a wrong loss table therefore ends before any process is started. The config of
     another process, which has no trainer, is left alone: an env server never imports torch.
-
-    Raises:
-        UnknownSurface: the installed prime-rl does not fit the run.
-        ValueError: no loss of ours is named, the loss table is wrong, [trainer.loss], [env_vars]
-            and PRIME_COMPOSER disagree, the loss is in the wrong one of them, it needs a support on
-            the wire and router replay is on, it compares whole vocabularies and the output head is
-            kept on the CPU, or the trainer cannot ask the run's teachers. Or a kind of scores is
-            named that no loss reads, or a job script would remove this package.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -270,9 +262,6 @@ def _refuse_offloading(model: Any, name: str) -> None:
     ``fsdp_cpu_offload`` (38494ccb and 559b4477 trainer/model.py, ``setup_fsdp``) and
     ``full_offload`` (559b4477 trainer/optim/offload.py). Offloading of optimizer states or of
     activations leaves it where it is.
-
-    Raises:
-        ValueError: it does not; the message names the key.
     """
     active = [key for key in ("fsdp_cpu_offload", "full_offload") if _at(model, key)]
     if active:

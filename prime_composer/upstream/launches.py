@@ -59,20 +59,23 @@ def own() -> Path | None:
 
 
 def mark(name: str) -> None:
-    """Say that this process runs, once."""
+    """Say that this process runs, once; a trainer's mark ends with its rank."""
     folder = own()
     if folder is not None and (file := folder / name) not in SEEN:
         file.touch()
         SEEN.add(file)
 
 
-def mark_rank() -> None:
-    """Say that this rank of the trainer runs."""
-    mark(f"{TRAINER}{os.environ.get('RANK', '0')}")
+def _written(file: Path) -> float:
+    """Return when a file was written, in seconds; 0 where prime-rl has deleted it meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _marks(folder: Path, since: float = 0.0) -> set[str]:
-    return {file.name for file in folder.iterdir() if file.stat().st_mtime >= since}
+    return {file.name for file in folder.iterdir() if _written(file) >= since}
 
 
 def judge_ranks(compares: bool) -> None:
@@ -127,9 +130,8 @@ def _began(folder: Path) -> float:
 
 def _steps(folder: Path, until: float) -> list[int]:
     """Return the steps that were written since a launch began, and until a time."""
-    run_dir, began = folder.parents[1], _began(folder)
-    files = (file for where in TRAINED for file in (run_dir / where).glob("step_*"))
-    written = (file for file in files if began < file.stat().st_mtime < until)
+    files = (file for where in TRAINED for file in (folder.parents[1] / where).glob("step_*"))
+    written = (file for file in files if _began(folder) < _written(file) < until)
     return [step for file in written if (step := int(file.name.removeprefix("step_"))) > 0]
 
 

@@ -28,6 +28,10 @@ def as_rank(monkeypatch, rank, size):
     monkeypatch.setenv("WORLD_SIZE", str(size))
 
 
+def mark_rank():
+    launches.mark(launches.TRAINER + os.environ.get("RANK", "0"))
+
+
 def trained(run_dir, step, where="broadcasts"):
     """Write what a trainer leaves of a step."""
     folder = run_dir / where / f"step_{step}"
@@ -41,18 +45,18 @@ def test_ranks_name_those_that_lack_the_package(monkeypatch, launch):
     launches.mark(launches.ORCHESTRATOR)
     for rank in (0, 1, 3):
         as_rank(monkeypatch, rank, 4)
-        launches.mark_rank()
+        mark_rank()
     with pytest.raises(SilentHook, match="without this package.*: trainer_2[.].*uv sync"):
         launches.judge_ranks(True)
     as_rank(monkeypatch, 2, 4)
-    launches.mark_rank()
+    mark_rank()
     launches.judge_ranks(True)
 
 
 def test_ranks_name_an_orchestrator_that_lacks_the_package(launch, capfd):
     """A loss of rl tokens asks nothing of it."""
     launch()
-    launches.mark_rank()
+    mark_rank()
     launches.judge_ranks(False)
     assert not capfd.readouterr().err
     launches.judge_ranks(True)
@@ -62,7 +66,7 @@ def test_ranks_name_an_orchestrator_that_lacks_the_package(launch, capfd):
 def test_marks_of_an_earlier_start_do_not_count(monkeypatch, launch):
     """Processes that are started by hand may be given the file of an old launch."""
     folder = launch()
-    launches.mark_rank()
+    mark_rank()
     os.utime(folder / "trainer_0", (1, 1))
     with pytest.raises(SilentHook, match="trainer_0"):
         launches.judge_ranks(False)
@@ -78,7 +82,7 @@ def test_orchestrator_ends_a_run_that_trains_without_us(launch, tmp_path, where)
     trained(tmp_path, 1, where)
     with pytest.raises(SilentHook, match="has trained, and without this package"):
         launches.judge_trainer()
-    launches.mark_rank()
+    mark_rank()
     launches.judge_trainer()
 
 
@@ -86,7 +90,7 @@ def test_missing_names_the_launch_that_trained_without_us(launch, tmp_path):
     """The launch before it was right, and the one after it ended before its first step."""
     assert launches.missing(tmp_path) == []
     launch()
-    launches.mark_rank()
+    mark_rank()
     trained(tmp_path, 1)
     assert launches.missing(tmp_path) == []
     bad = launch()
@@ -102,7 +106,7 @@ def test_processes_of_no_launch_leave_nothing(monkeypatch, launch, tmp_path):
     """JSON in the variable, and a file of one's own, name no run directory."""
     for value in ("1", "{}", f"@{tmp_path / 'mine.toml'}"):
         monkeypatch.setenv(SWITCH, value)
-        launches.mark_rank()
+        mark_rank()
         launches.judge_ranks(True)
         launches.judge_trainer()
     assert list(tmp_path.iterdir()) == []

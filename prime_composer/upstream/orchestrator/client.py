@@ -64,10 +64,6 @@ class OpenAITransport:
 
     Its router, headers, authentication, retries and timeouts apply.
 
-    Args:
-        client: the openai client.
-        thread: where responses are read.
-
     Attributes:
         base: the server's URL.
         origin: the server in words.
@@ -87,10 +83,6 @@ class OpenAITransport:
         The client reads a response whole before it returns it, unless it is asked to stream. Its
         own retries end where the body begins, so a connection that is lost later is retried here,
         as often.
-
-        Raises:
-            InvalidAnswer: the response is larger than ``max_bytes``. It is not asked for again.
-            Refused: the server's status, with the openai client's own error as the cause.
         """
         import httpx
 
@@ -253,9 +245,6 @@ class Requests:
 
     Responses are read in one thread, off the event loop. Reading holds the GIL, so more threads
     would not be faster, but the loop would have to wait for each of them in turn.
-
-    Args:
-        in_flight: most requests between being sent and being read.
     """
 
     def __init__(self, in_flight: int = IN_FLIGHT):
@@ -278,26 +267,12 @@ class Requests:
         frozen: bool = False,
         beside: Beside | None = None,
     ) -> Scores:
-        """Return the scores of ``token_ids`` from ``start`` on, with the top K of ``model``.
+        """Return the scores of ``token_ids`` from ``start`` on, with the top ``k`` of ``model``.
 
-        A frozen model also scores its first sequence's beginning again, before the scores of
-        another start of its server are returned. A server without the scoring plugin names no
-        start. It is asked after a request that was sent more than once, and as all are once in a
-        while.
-
-        Args:
-            client: the openai client that prime-rl made.
-            model: name of the model on the server.
-            token_ids: the sequence.
-            k: size of the support, 0 for none.
-            start: the first token that is scored; none predicts the first of all.
-            frozen: its weights never change. The policy's own do.
-            beside: what else to ask of the scoring plugin.
-
-        Raises:
-            InvalidAnswer: the answer is not scores of these tokens, or too large for that, or of
-                another model. Or a frozen model scores its first sequence with other numbers.
-            ValueError: the server refuses K, or the client has both a password and an API key.
+        A frozen model, whose weights never change, is first compared with the student. It also
+        scores its first sequence's beginning again, before the scores of another start of its
+        server are returned. A server without the scoring plugin names no start. It is asked after a
+        request that was sent more than once, and as all are once in a while.
         """
         transport = OpenAITransport(client, self._thread)
         if has_credentials(transport.base) and client.api_key not in ("", "EMPTY"):
@@ -318,10 +293,6 @@ class Requests:
         """Return what the server of a teacher with a tokenizer of its own says of itself.
 
         Once, its server is asked how it reads texts. One that cannot be asked passes.
-
-        Raises:
-            InvalidAnswer: it reads them otherwise than its tokenizer on this machine does, or has
-                no scoring plugin.
         """
         transport = OpenAITransport(client, self._thread)
         asked = self._asked.setdefault((transport.base, model), Asked())

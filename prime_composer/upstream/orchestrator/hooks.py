@@ -168,15 +168,7 @@ def hook_client(module: Any) -> None:
 async def by_turns(
     openai: Any, model: str, directory: str, token_ids: list[int], scoring: Scoring
 ) -> wire.Sent:
-    """Return the scores of a branch by a teacher with a tokenizer of its own.
-
-    Args:
-        openai: the client that prime-rl made.
-        model: name of the teacher on its server.
-        directory: of its tokenizer.
-        token_ids: of the branch.
-        scoring: what is scored, with the branch's messages.
-    """
+    """Return the scores of a branch by a teacher with a tokenizer of its own."""
     from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
 
     own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
@@ -426,11 +418,7 @@ def marked(scores: list[float]) -> list[float]:
 
 
 def attach(sample: Any, values: wire.Sent) -> None:
-    """Put the support, if there is one, into a sample's ``routed_experts``.
-
-    Raises:
-        ValueError: router replay is already in it.
-    """
+    """Put the support, if there is one, into a sample's ``routed_experts``."""
     if not values.scores.k:
         return
     if sample.routed_experts is not None:

@@ -361,11 +361,7 @@ def replace(capability: Capability, module: ModuleType, wrapped: Callable[[Any],
 def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | None:
     """Return the place of a capability in a loaded module of prime-rl, and what is there.
 
-    Returns:
-        None where another module may have it, or where nothing is lost without it.
-
-    Raises:
-        UnknownSurface: it does not fit, or is gone.
+    None: another module may have it, or nothing is lost without it. What does not fit is refused.
     """
     here = tuple(place for place in capability.places if place.module == module.__name__)
     members = {
