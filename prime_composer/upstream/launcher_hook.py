@@ -30,8 +30,10 @@ from prime_composer.upstream.versions.doctor import fits, require
 ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")
 """Tables of prime-rl's config with variables of its processes, which override the launcher's."""
 
-GUARD = "uv run --no-sync python -c 'import prime_composer' || exit 1"
-"""Line of a job script. Without this package the job would train prime-rl's own loss."""
+HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
+MISSING = "prime_composer is not installed here: prime-rl would train its own loss"
+GUARD = f"uv run --no-sync python -c \"import sys; {HOOKED} or sys.exit('{MISSING}')\" || exit 1"
+"""Line of a job script, which ends it where our hooks are not loaded."""
 
 RESOLVED: list[Any] = []
 """The config of this launcher, once its settings are resolved."""
@@ -101,7 +103,7 @@ def begin(config: Any, run_dir: Path, resume_step: int) -> None:
     if slurm is not None:
         guard = GUARD if getattr(slurm, "shared_fs", True) else f"srun --ntasks-per-node=1 {GUARD}"
         own = slurm.pre_run_command
-        slurm.pre_run_command = "\n".join([*([own] if own else []), guard, line])
+        slurm.pre_run_command = "\n".join([*([own] if own else []), line, guard])
     if getattr(config, "dry_run", False):
         print(f"prime_composer: a process that you start by hand needs: {line}", file=sys.stderr)
 

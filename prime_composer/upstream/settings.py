@@ -286,13 +286,10 @@ class AdapterSettings(Table):
         return self.k
 
 
+@functools.lru_cache(maxsize=8)
 def parse_switch(value: str) -> AdapterSettings | None:
     """Return the settings that a value of the variable says, None where it is off."""
-    return _parse(value.strip())
-
-
-@functools.lru_cache(maxsize=8)
-def _parse(value: str) -> AdapterSettings | None:
+    value = value.strip()
     if value.lower() in OFF:
         return None
     if value == "1":

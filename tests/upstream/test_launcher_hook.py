@@ -461,7 +461,7 @@ def test_launch_hands_a_file_on_also_to_a_job_script(tmp_path, capfd, shared):
     assert value.startswith("@") and AdapterSettings.from_env() == resolved(loss=TOP, k=2)
     file = launches.own() / launches.SETTINGS
     assert value == f"@{file}" and file.stat().st_mode & 0o777 == 0o600
-    first, guard, last = config.slurm.pre_run_command.splitlines()
+    first, last, guard = config.slurm.pre_run_command.splitlines()
     assert first == install and last == f"export PRIME_COMPOSER={value}"
     assert guard.startswith("srun") is not shared and guard.endswith("|| exit 1")
     assert last in capfd.readouterr().err
