@@ -3,9 +3,10 @@
 This file imports no other file of the package.
 """
 
+import difflib
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -61,6 +62,13 @@ def _takes_numbers_alone(annotation: Any) -> bool:
 def _leaves(annotation: Any) -> set[Any]:
     parts = get_args(annotation)
     return {annotation} if not parts else {leaf for part in parts for leaf in _leaves(part)}
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known word that is spelled most like another, in any case; None: none is."""
+    by_case = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(word[:100].casefold(), by_case, n=1, cutoff=cutoff)
+    return by_case[near[0]] if near else None
 
 
 def refuse_above(table: Table, low: str, high: str, remedy: str) -> None:

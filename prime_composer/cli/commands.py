@@ -4,6 +4,7 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 """
 
 import argparse
+import itertools
 import shlex
 import signal
 import sys
@@ -171,12 +172,21 @@ def _rl_upstream(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     import json
 
+    from prime_composer.recipe.schema import RecipeError
     from prime_composer.recipe.stages import load_stages
 
-    recipes = load_stages(args.config, args.overrides)
-    warn_of_paths(recipes[0])
-    tables = [recipe.model_dump(mode="json") for recipe in recipes]
-    shown = {"stages": tables} if len(tables) > 1 else tables[0]
+    try:
+        recipes = load_stages(args.config, args.overrides)
+        warn_of_paths(recipes[0])
+        tables = [recipe.model_dump(mode="json") for recipe in recipes]
+        shown = {"stages": tables} if len(tables) > 1 else tables[0]
+    except RecipeError:
+        from prime_composer.upstream.launch import check_native
+
+        native = check_native(args.config, args.overrides)
+        if native is None:
+            raise
+        shown = native
     print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0
 
@@ -261,7 +271,10 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from prime_composer.cli.report import draw_report, print_report
+    from prime_composer.upstream.launches import missing
 
+    for sentence in itertools.chain.from_iterable(missing(Path(run)) for run in args.runs):
+        print(f"{program()} report: {sentence}", file=sys.stderr)
     output = Path(args.output) if args.output else Path(args.runs[0]) / "report.png"
     print_report(args.runs)
     draw_report(args.runs, output, args.log_kl)
@@ -432,7 +445,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "rl": (_rl, "Run a recipe.", RL),
     "check": (
         _check,
-        "Validate a recipe and print it with every default filled in.",
+        "Validate a recipe, or the loss of prime-rl's own TOML. Print it with every default "
+        "filled in.",
         (option("config", metavar="FILE"), OVERRIDES),
     ),
     "probe": (

@@ -6,13 +6,12 @@ A loss of the package is registered by a decorator in its own file. A loss from 
 ``"my_package.my_module:my_loss"``, and its module is imported when the name is first used.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from prime_composer.contract import LossOutputs
-from prime_composer.tables import named_module
+from prime_composer.tables import named_module, nearest
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., LossOutputs])
@@ -57,8 +56,8 @@ def lookup(name: str, base: type[C]) -> type[C]:
     """
     if name not in LOSS_TYPES:
         if ":" not in name:
-            near = difflib.get_close_matches(name, LOSS_TYPES, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, LOSS_TYPES)
+            hint = f"did you mean {near}? " if near else ""
             raise ValueError(f"unknown loss type {name!r}; {hint}{choices()}")
         _register_from_outside(name, base)
     return LOSS_TYPES[name]

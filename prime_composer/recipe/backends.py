@@ -4,7 +4,6 @@ The backends of the package are opened by the rooms ``samplers`` and ``teachers`
 is named ``"my_package.my_module:MySampler"``. Its module is imported when a recipe names it.
 """
 
-import difflib
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator
 
 from prime_composer.recipe.carried import not_carried
-from prime_composer.tables import named_module
+from prime_composer.tables import named_module, nearest
 
 WAIT = not_carried("prime-rl has its own rules for servers that are away")
 TIMEOUT = not_carried("prime-rl has its own time limits for answers")
@@ -66,8 +65,8 @@ def backend_of(name: str) -> Backend:
         return BUILT_IN[name]
     form = "name one of your own as 'my_package.my_module:MyBackend'"
     if ":" not in name:
-        near = difflib.get_close_matches(name[:100], BUILT_IN, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = nearest(name, BUILT_IN)
+        hint = f"did you mean {near}? " if near else ""
         choices = ", ".join(BUILT_IN)
         raise ValueError(f"unknown backend {name[:100]!r}; {hint}the choices are {choices}; {form}")
     what = f"backend {name!r}"

@@ -1,6 +1,5 @@
 """Read a recipe file, apply overrides, and explain what is wrong with it."""
 
-import difflib
 import os
 import tomllib
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from prime_composer.recipe.environment import environment_kind
 from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
-from prime_composer.tables import Table
+from prime_composer.tables import Table, nearest
 
 S = TypeVar("S", bound=Table)
 
@@ -219,8 +218,8 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
     key = abridged(".".join(str(part) for part in loc), 100)
     if item["type"] == "extra_forbidden":
         known = fields_at(loc[:-1], root, raw)
-        near = difflib.get_close_matches(str(loc[-1])[:100], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
+        near = nearest(str(loc[-1]), known, cutoff=0.5)
+        hint = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
         return f"{key} is missing{REMEDIES_OF_MISSING.get(key, '')}"

@@ -125,12 +125,16 @@ class TokenServer(Protocol):
         ...
 
 
-def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
+def check_served_tokenizer(
+    student: Any,
+    scorer: Any,
+    whose: str = "the student",
+    remedy: str = "choose a teacher and a student with one tokenizer",
+) -> bool:
     """Compare tokenizers with a teacher's server, and return whether it could be asked."""
     if not isinstance(scorer, TokenServer):
         return False
     was_asked = False
-    remedy = "choose a teacher and a student with one tokenizer"
     for text in PROBES:
         served = scorer.tokenize(text)
         if served is None:
@@ -141,8 +145,8 @@ def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
             pairs = enumerate(zip_longest(own, served))
             position, (a, b) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
             raise PreflightError(
-                f"The teacher's server reads {text!r} as other tokens than the student: token "
-                f"{position} is {b}, and the student's {a} (None: the text has ended); {remedy}."
+                f"The teacher's server reads {text!r} as other tokens than {whose}: token "
+                f"{position} is {b}, and {a} of {whose} (None: the text has ended); {remedy}."
             )
     ids = sampled_ids(student)
     served_text = scorer.detokenize(ids)
@@ -153,7 +157,7 @@ def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
         token = next(different, None)
         example = "" if token is None else f", for example {token}, {student.decode([token])!r}"
         raise PreflightError(
-            f"Some ids are other tokens for the teacher's server than for the student{example}; "
+            f"Some ids are other tokens for the teacher's server than for {whose}{example}; "
             f"{remedy}."
         )
     return True

@@ -5,6 +5,8 @@
                     the doctor, which checks that table
     autoload        lazy hooks in every process of a run, installed by a .pth file
     launcher_hook   in prime-rl's launcher: checks the loss, resolves the settings
+    launches        what processes of a launch leave, so that an absent one is noticed
+    meeting         compares a teacher's server with the student, once
     orchestrator/   asks the teachers for their top-K and sends it to the trainer
     wire            how the top-K is sent
     trainer/        one ``Adapter``: receives the top-K, computes the loss

@@ -27,6 +27,7 @@ ORCHESTRATOR = "prime_composer.upstream.orchestrator.hooks"
 
 HOOKS: dict[str, tuple[str, ...]] = {
     "prime_rl.utils.config": (f"{LAUNCHER}:hook_config",),
+    "prime_rl.utils.pathing": (f"{LAUNCHER}:hook_run_dir",),
     "prime_rl.trainer.rl.loss": (f"{TRAINER}:hook_loss",),
     "prime_rl.trainer.rl.data": (f"{TRAINER}:hook_data",),
     "prime_rl.trainer.model": (f"{TRAINER}:hook_model",),
@@ -80,19 +81,15 @@ class Hooks(importlib.abc.MetaPathFinder):
 
 
 def install() -> Hooks:
-    """Put the finder in front of all others, once, and return it.
-
-    Raises:
-        SystemExit: PRIME_COMPOSER says neither on nor off. prime-rl would train without our losses.
-    """
+    """Put the finder in front of all others, once, and return it."""
     value = os.environ.get("PRIME_COMPOSER", "").strip()
-    if value != "1" and not value.startswith("{"):
+    if value != "1" and not value.startswith(("{", "@")):
         shown = repr(value if len(value) <= 60 else f"{value[:60]}...")
         if "@" in value:
             shown = "... (not shown: it may have a password)"
         raise SystemExit(
-            f"PRIME_COMPOSER={shown}: write PRIME_COMPOSER=1, or a JSON object with a loss; "
-            "0, false, no, off or nothing is off"
+            f"PRIME_COMPOSER={shown}: write PRIME_COMPOSER=1, PRIME_COMPOSER=@FILE, or a JSON "
+            "object with a loss; 0, false, no, off or nothing is off"
         )
     # Some environments process their .pth files twice, which gives this file two classes Hooks.
     for finder in sys.meta_path:

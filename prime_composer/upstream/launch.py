@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,15 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
+from prime_composer.upstream import launches
 from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
-from prime_composer.upstream.settings import SWITCH, AdapterSettings
+from prime_composer.upstream.settings import (
+    SWITCH,
+    AdapterSettings,
+    of_config,
+    parse_loss_table,
+)
 from prime_composer.upstream.versions.config_fields import (
     has_prime_rl,
     importable_fields,
@@ -74,8 +81,10 @@ class NativeRun:
         print(f"prime-rl ({self.export.version.name}): {' '.join(command)}", flush=True)
         return subprocess.call(command, env=environment(self.switch))
 
-    def check(self) -> subprocess.CompletedProcess[str]:
+    def check(self) -> tuple[subprocess.CompletedProcess[str], str]:
         """Run prime-rl's own dry run, which checks the TOML, in a temporary directory.
+
+        The second value is what its launcher resolved for all processes of the run.
 
         Without the user's run directory prime-rl can neither write into it nor clean it up. So the
         checkpoint of a resumed run is not checked.
@@ -86,13 +95,15 @@ class NativeRun:
             table.get("ckpt", {}).pop("output_dir", None)
             file = Path(folder) / self.file.name
             write_text(file, as_text(table, []))
-            return subprocess.run(
+            done = subprocess.run(
                 [*launcher(file), "--dry-run"],
                 env=environment(self.switch),
                 capture_output=True,
                 text=True,
                 check=False,
             )
+            settings = [*Path(folder).rglob(f"{launches.FOLDER}/*/{launches.SETTINGS}")]
+            return done, settings[-1].read_text("utf-8") if settings else self.switch
 
 
 def launch(
@@ -106,22 +117,8 @@ def launch(
 ) -> int:
     """Start prime-rl's ``rl`` on an exported recipe, or on a native TOML as it is.
 
-    Args:
-        config: a recipe, or a prime-rl TOML.
-        overrides: ``key=value`` items, for the recipe or for the native TOML.
-        output_dir: the run directory; None: what the file says.
-        resume: continue from the newest checkpoint.
-        models: directories of prepared models by table, for recipes with ``[*.prepare]``.
-        dry_run: print what would be started, let prime-rl check it, and start and write nothing.
-        problems: the recipe's problems; None: loaded if rows name teachers.
-
-    Returns:
-        prime-rl's exit status; for a dry run, 1 where prime-rl refuses the file.
-
-    Raises:
-        RecipeError: prime-rl is not installed or of no supported version, the adapter's .pth is not
-            active, or the file cannot be exported. A dry run without prime-rl prints what it would
-            export first.
+    ``models`` are directories of prepared models by table; ``problems`` None: loaded if rows name
+    teachers. Returns prime-rl's exit status; of a dry run, 1 where prime-rl refuses the file.
     """
     installed = has_prime_rl()
     if installed:
@@ -134,9 +131,7 @@ def launch(
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error
     path = Path(config)
-    raw = read_tables(path, "recipe", "recipes/")
-    for item in overrides:
-        apply_override(raw, item)
+    raw = tables_of(path, overrides)
     if output_dir is not None:
         raw["output_dir"] = output_dir
     if is_native(raw):
@@ -173,28 +168,25 @@ def plan_native(raw: dict[str, Any], path: Path, version: Version) -> NativeRun:
     export = Export(version, raw, [], {})
     export.warn()
     given = os.environ.get(SWITCH, "").strip()
-    switch = given if given.startswith("{") else AdapterSettings().to_env()[SWITCH]
+    switch = given if given.startswith(("{", "@")) else AdapterSettings().to_env()[SWITCH]
     return NativeRun(export, kept_file(path), switch)
 
 
 def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
-    """Print what ``NativeRun.start`` would do, and prime-rl's verdict on the file.
-
-    Raises:
-        RecipeError: prime-rl is not installed.
-    """
+    """Print what ``NativeRun.start`` would do, and prime-rl's verdict on the file."""
     command = " ".join(launcher(run.file))
     folder = Path(sys.executable).parent
     print("dry run: nothing is started, nothing is written")
     assumed = "" if installed else " assumed, it is not installed here"
     print(f"prime-rl: {run.export.version.name}{assumed}")
     print(f"command: {command}")
-    print(f"environment: {SWITCH}={run.switch}")
-    print(f"             PATH={folder}{os.pathsep}$PATH")
+    done, resolved = run.check() if installed else (None, run.switch)
+    print("environment, also of each process that you start by hand:")
+    print(f"    export {SWITCH}={shlex.quote(public_url(resolved))}")
+    print(f'    export PATH={shlex.quote(str(folder))}{os.pathsep}"$PATH"')
     print(f"file: {run.file}\n\n{public_url(run.text(resume))}")
-    if not installed:
+    if done is None:
         raise RecipeError(NOT_INSTALLED)
-    done = run.check()
     if done.returncode:
         print(public_url(done.stdout + done.stderr), end="", file=sys.stderr)
         print(f"prime-rl's own dry run refuses the file (exit status {done.returncode})")
@@ -212,9 +204,41 @@ def placeholders(models: Mapping[str, ModelConfig]) -> dict[str, Any]:
     }
 
 
+def tables_of(config: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tables of a file, whatever it is, with overrides."""
+    raw = read_tables(config, "recipe", "recipes/")
+    for item in overrides:
+        apply_override(raw, item)
+    return raw
+
+
 def is_native(raw: Mapping[str, Any]) -> bool:
     """Return whether a file is a native prime-rl TOML and not a recipe."""
-    return "student" not in raw and bool(NATIVE_TABLES & set(raw))
+    trainer = raw.get("trainer")
+    has_loss = isinstance(trainer, dict) and "loss" in trainer
+    return "student" not in raw and (has_loss or bool(NATIVE_TABLES & set(raw)))
+
+
+def check_native(config: str | os.PathLike[str], overrides: Sequence[str]) -> Any:
+    """Return the loss of a native TOML with its defaults, and what follows from it in a run.
+
+    Its table is refused as prime-rl's launcher would refuse it. None: the file is no native TOML.
+    """
+    raw = tables_of(config, overrides)
+    if not is_native(raw):
+        return None
+    settings = AdapterSettings.model_validate(of_config(raw, str(config)))
+    loss = parse_loss_table(settings.loss or {})
+    settings = settings.derived(loss)
+    asked_by = settings.asked_by or "orchestrator"
+    return {
+        "loss": {"type": loss.type, **loss.model_dump(mode="json")},
+        "k": settings.k,
+        "asked_by": asked_by if loss.compares_with_teacher else None,
+        "needs PRIME_COMPOSER": bool(settings.k)
+        or asked_by == "trainer"
+        or settings.teachers_mixed,
+    }
 
 
 def kept_file(path: Path) -> Path:
@@ -238,12 +262,7 @@ def environment(switch: str) -> dict[str, str]:
 
 
 def check_pth() -> None:
-    """Check that a fresh interpreter of this environment loads our hooks.
-
-    Raises:
-        RecipeError: it does not. The package is importable but not installed, so its .pth is
-            missing.
-    """
+    """Check that a fresh interpreter of this environment loads our hooks."""
     code = (
         "import sys; "
         "sys.exit(0 if any(hasattr(f, 'is_prime_composer') for f in sys.meta_path) else 3)"

@@ -3,28 +3,47 @@
 import functools
 import json
 import os
+import re
+import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
+from prime_composer.extras import requirement
+from prime_composer.upstream import launches
 from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SECTION,
     SWITCH,
     WITHOUT_MESSAGES,
     AdapterSettings,
+    names_ours,
     parse_loss_table,
+    parse_switch,
     split_table,
 )
 from prime_composer.upstream.teachers import configured
-from prime_composer.upstream.versions.capabilities import RL_LOSS
+from prime_composer.upstream.versions import capabilities
+from prime_composer.upstream.versions.capabilities import RL_LOSS, UnknownSurface
 from prime_composer.upstream.versions.doctor import fits, require
+
+ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")
+"""Tables of prime-rl's config with variables of its processes, which override the launcher's."""
+
+HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
+MISSING = "prime_composer is not installed here: prime-rl would train its own loss"
+GUARD = f"uv run --no-sync python -c \"import sys; {HOOKED} or sys.exit('{MISSING}')\" || exit 1"
+"""Line of a job script, which ends it where our hooks are not loaded."""
+
+RESOLVED: list[Any] = []
+"""The config of this launcher, once its settings are resolved."""
 
 
 def hook_config(module: Any) -> None:
     """Let ``prime_rl.utils.config.cli`` resolve the settings of the config that it returns.
 
     It is a re-export of pydantic_config's (38494ccb and 559b4477). Every entry point copies it by
-    name later.
+    name later. An error is one line; ``PYTHONDEVMODE=1`` keeps the traceback.
     TODO(prime-rl): remove once the orchestrator's config has room for K.
     """
     cli = module.cli
@@ -32,10 +51,61 @@ def hook_config(module: Any) -> None:
     @functools.wraps(cli)
     def resolved(*args: Any, **kwargs: Any) -> Any:
         config = cli(*args, **kwargs)
-        resolve(config)
+        in_one_line(resolve, config)
         return config
 
     module.cli = resolved
+
+
+def in_one_line(function: Any, *args: Any) -> None:
+    """Call a function; where it refuses something, end the process with the sentence alone."""
+    try:
+        function(*args)
+    except (ValueError, UnknownSurface) as error:
+        from prime_composer.recipe.urls import public_url  # and torch with it
+
+        if sys.flags.dev_mode:
+            raise
+        raise SystemExit(f"prime_composer: {public_url(str(error))}") from None
+
+
+def hook_run_dir(module: Any) -> None:
+    """Let the launcher begin a launch once its run directory is clean.
+
+    559b4477 utils/pathing.py:196, 38494ccb :152. Each launcher of prime-rl calls it at a start and
+    at a resume, a dry run included, before it writes a config or starts a process.
+    """
+
+    def begins(clean: Any) -> Any:
+        @functools.wraps(clean)
+        def cleaned(*args: Any, **kwargs: Any) -> Any:
+            result = clean(*args, **kwargs)
+            given = dict(zip(("output_dir", "resume_step"), args, strict=False)) | kwargs
+            if RESOLVED:
+                in_one_line(begin, RESOLVED.pop(), given["output_dir"], given["resume_step"])
+            return result
+
+        return cleaned
+
+    capabilities.replace(capabilities.CLEAN, module, begins)
+
+
+def begin(config: Any, run_dir: Path, resume_step: int) -> None:
+    """Hand the settings on in a file of the run directory, which names the launch for all marks.
+
+    A resume from a step that was trained without this package is refused.
+    """
+    if untold := launches.missing(run_dir, resume_step):
+        raise ValueError(" ".join(untold))
+    os.environ[SWITCH] = f"@{launches.begin(run_dir, os.environ[SWITCH])}"
+    line = f"export {SWITCH}={shlex.quote(os.environ[SWITCH])}"
+    slurm = getattr(config, "slurm", None)
+    if slurm is not None:
+        guard = GUARD if getattr(slurm, "shared_fs", True) else f"srun --ntasks-per-node=1 {GUARD}"
+        own = slurm.pre_run_command
+        slurm.pre_run_command = "\n".join([*([own] if own else []), line, guard])
+    if getattr(config, "dry_run", False):
+        print(f"prime_composer: a process that you start by hand needs: {line}", file=sys.stderr)
 
 
 def resolve(config: Any) -> None:
@@ -43,36 +113,22 @@ def resolve(config: Any) -> None:
 
     A run with a wrong loss table therefore ends before any process is started. The config of
     another process, which has no trainer, is left alone: an env server never imports torch.
-
-    Raises:
-        UnknownSurface: the installed prime-rl does not fit the run.
-        ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
-            in the wrong one of them, it needs a support on the wire and router replay is on, it
-            compares whole vocabularies and the output head is kept on the CPU, or the trainer
-            cannot ask the run's teachers. Or a kind of scores is named that no loss reads.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
         return
     require("adapter")
-    given = AdapterSettings.from_env() or AdapterSettings()
+    given = _given(config)
     loss = getattr(trainer, "loss", None)
-    in_file = getattr(loss, "import_path", None) == IMPORT_PATH
+    in_file = loss is not None and names_ours(getattr(loss, "import_path", None))
     settings = _with_file(given, loss.kwargs) if loss is not None and in_file else given
     if settings.loss is None:
-        if settings.scores is not None:
-            raise ValueError(
-                f"{SWITCH}: scores = {settings.scores!r}, and no loss is named that would read "
-                f"them: name one in [{SECTION}], or leave scores out."
-            )
-        print(
-            f"prime_composer: {SWITCH} is on and names no loss, nor does [trainer.loss]: this run "
-            "has prime-rl's own losses",
-            file=sys.stderr,
-            flush=True,
+        raise ValueError(
+            f"{SWITCH} is on and names no loss, nor does [trainer.loss], so that this run would "
+            f'have prime-rl\'s own losses. Write type = "custom", import_path = "{IMPORT_PATH}" '
+            f"into [trainer.loss] and the table into [{SECTION}], or unset {SWITCH}."
         )
-        os.environ.update(AdapterSettings(k=0).to_env())
-        return
+    _refuse_uv_sync(getattr(config, "slurm", None))
     loss_table = settings.loss
     loss_config = parse_loss_table(loss_table)
     if not in_file and not loss_config.compares_with_teacher:
@@ -83,8 +139,10 @@ def resolve(config: Any) -> None:
         )
     settings = settings.derived(loss_config)
     _check_rewards(config, settings, loss_config.type, in_file)
-    if settings.teacher_tokenizers:
-        settings = _with_student(settings, trainer.model.name)
+    if settings.teacher_tokenizers and not fits(RL_LOSS):  # v0.6, one loss for all tokens
+        raise ValueError(WITHOUT_MESSAGES)
+    if loss_config.compares_with_teacher:
+        settings = _with_student(settings, trainer)
     if settings.trainer_asks and settings.teachers is None:
         settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
     if loss_config.reads_hidden_states:
@@ -98,6 +156,45 @@ def resolve(config: Any) -> None:
     if loss is not None and in_file:
         loss.kwargs.update(table)
     os.environ.update(settings.model_copy(update={"loss": table}).to_env())
+    RESOLVED[:] = [config]
+
+
+def _given(config: Any) -> AdapterSettings:
+    """Return what this process's variable says, and prime-rl's own [env_vars].
+
+    Those would override what the launcher resolves, so it is taken out of them.
+    """
+    said = {SWITCH: AdapterSettings.from_env()}
+    for path in ENV_VARS:
+        table = _at(config, path) or {}
+        if SWITCH in table:
+            said[f"[{path}] {SWITCH}"] = parse_switch(table.pop(SWITCH))
+    named = {place: each for place, each in said.items() if each != AdapterSettings()}
+    settings = [*named.values()] or [AdapterSettings()]
+    if any(each != settings[0] for each in settings) or settings[0] is None:
+        raise ValueError(f"{' and '.join(said)} say different things: keep one of them.")
+    return settings[0]
+
+
+def _refuse_uv_sync(slurm: Any) -> None:
+    """Refuse a job script that removes this package: `uv sync` keeps what prime-rl locks alone."""
+    if slurm is None:
+        return
+    template, lock = Path(slurm.template_path), Path(slurm.project_dir) / "uv.lock"
+    lines = (line.partition("#")[0] for line in template.read_text("utf-8").splitlines())
+    if all("uv sync" not in line or "--inexact" in line for line in lines):
+        return
+    if lock.is_file() and 'name = "prime-composer"' in lock.read_text("utf-8"):
+        return
+    own = slurm.pre_run_command or ""
+    everywhere = getattr(slurm, "shared_fs", True)
+    if not re.search(r"\b(pip install|uv add)\b", own) or not (everywhere or "srun" in own):
+        where = "" if everywhere else "srun --ntasks-per-node=1 "
+        raise ValueError(
+            f"[slurm] the job script {template.name} runs `uv sync`, which removes this package, "
+            "and the job would train prime-rl's own loss. Let it be installed again: "
+            f'pre_run_command = "{where}uv pip install {requirement()}"'
+        )
 
 
 def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSettings:
@@ -111,15 +208,14 @@ def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSett
     return AdapterSettings.model_validate({**given, **in_file, **mixed, "loss": table})
 
 
-def _with_student(settings: AdapterSettings, model: str) -> AdapterSettings:
-    """Return the settings with the student's tokenizer, for teachers that have others.
-
-    Raises:
-        ValueError: this prime-rl hands no messages to what scores.
-    """
-    if not fits(RL_LOSS):  # v0.6, which has one loss for all tokens
-        raise ValueError(WITHOUT_MESSAGES)
-    return settings.model_copy(update={"student_tokenizer": settings.student_tokenizer or model})
+def _with_student(settings: AdapterSettings, trainer: Any) -> AdapterSettings:
+    """Return the settings with the student's tokenizer and the longest sequence, for teachers."""
+    tokenizer = _at(trainer, "tokenizer.name") or trainer.model.name
+    student = {
+        "student_tokenizer": settings.student_tokenizer or tokenizer,
+        "seq_len": settings.seq_len or _at(trainer, "model.seq_len"),
+    }
+    return settings.model_copy(update=student)
 
 
 def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:
@@ -168,9 +264,6 @@ def _refuse_offloading(model: Any, name: str) -> None:
     ``fsdp_cpu_offload`` (38494ccb and 559b4477 trainer/model.py, ``setup_fsdp``) and
     ``full_offload`` (559b4477 trainer/optim/offload.py). Offloading of optimizer states or of
     activations leaves it where it is.
-
-    Raises:
-        ValueError: it does not; the message names the key.
     """
     active = [key for key in ("fsdp_cpu_offload", "full_offload") if _at(model, key)]
     if active:

@@ -6,6 +6,9 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         the adapter is off
     "1"                                 on; prime-rl's launcher adds the loss of its config
     {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
+    @FILE                               on, with such an object in FILE.json, or with the loss of
+                                        prime-rl's own config, FILE.toml or JSON. This form
+                                        survives every shell, template and TOML
     {"loss": {...}, "rewards": "beside"}
                                         and prime-rl's own rl loss trains the same tokens (v0.7 on)
     {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
@@ -21,11 +24,12 @@ This file imports no other file of this folder. Losses, and torch with them, are
 check a loss table.
 """
 
-import difflib
 import functools
 import json
 import os
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import (
@@ -38,7 +42,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_composer.tables import Table
+from prime_composer.tables import Table, nearest
 
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter."""
@@ -139,8 +143,12 @@ class AdapterSettings(Table):
     hub id of its tokenizer. All others have the student's."""
 
     student_tokenizer: str | None = None
-    """Directory or hub id of the student's tokenizer, where teachers have others. The launcher
-    reads it in the trainer's config."""
+    """Directory or hub id of the student's tokenizer, which each teacher's server is compared with.
+    The launcher reads it in the trainer's config."""
+
+    seq_len: int | None = None
+    """Longest sequence in tokens, which a teacher's server has to take. The launcher reads it in
+    the trainer's config."""
 
     @field_validator("teachers")
     @classmethod
@@ -165,18 +173,15 @@ class AdapterSettings(Table):
         """Return the settings of this process, None where the adapter is off.
 
         A value of the environment variable is parsed once per process.
-
-        Raises:
-            ValueError: the value has none of the forms, or its loss table is wrong.
         """
-        return _parse(os.environ.get(SWITCH, "").strip())
+        return parse_switch(os.environ.get(SWITCH, ""))
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variable that passes these settings on."""
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
         values = self.model_dump(mode="json")
-        for key in ("scores", TOKENIZERS_KEY, "student_tokenizer"):
+        for key in ("scores", TOKENIZERS_KEY, "student_tokenizer", "seq_len"):
             if values[key] is None:  # older versions of the adapter do not know the key
                 del values[key]
         return {SWITCH: json.dumps(values)}
@@ -186,12 +191,8 @@ class AdapterSettings(Table):
 
         That is K, what its rewards do, and that the trainer asks for hidden states.
 
-        Args:
-            loss: the ``LossConfig`` of the loss table.
-
-        Raises:
-            ValueError: the loss asks for a support that no server sends, or ``rewards`` or
-                ``asked_by`` does not fit it.
+        A loss that asks for a support which no server sends is refused, and settings that do not
+        fit it.
         """
         reads_both = loss.reads_rewards_and_teacher
         if self.rewards == "in_loss" and not reads_both:
@@ -229,11 +230,7 @@ class AdapterSettings(Table):
         return settings
 
     def _check_tokenizers(self, loss: Any) -> None:
-        """Refuse what goes with no teacher that has a tokenizer of its own.
-
-        Raises:
-            ValueError: the message names the key, and the remedy.
-        """
+        """Refuse what goes with no teacher that has a tokenizer of its own."""
         if not self.teacher_tokenizers:
             return
         own = 'A teacher with a tokenizer of its own ("teacher_tokenizers")'
@@ -271,33 +268,28 @@ class AdapterSettings(Table):
         return self.asked_by == "trainer"
 
     def kind(self) -> Any:
-        """Return the kind of scores that the teachers are asked for.
-
-        Raises:
-            ValueError: ``scores`` names none.
-        """
+        """Return the kind of scores that the teachers are asked for."""
         from prime_composer.scoring.kinds import TOP_K, named_kind
 
         name = self.scores
         return TOP_K if name is None else named_kind(name, f"{SWITCH}: scores = {name!r}")
 
     def support_size(self) -> int:
-        """Return K for the orchestrator's requests; 0 where the loss has no support.
-
-        Raises:
-            ValueError: no loss is named in this process.
-        """
+        """Return K for the orchestrator's requests; 0 where the loss has no support."""
         if self.k is None:
             raise ValueError(
                 f"{SWITCH}=1 and no loss is named in this process. prime-rl's launcher `rl` fills "
-                f"it in from [{SECTION}]. Where processes are started one by one, give each of "
-                f"them the table: {EXAMPLE}"
+                f"it in from [{SECTION}] where it has the variable itself: write {SWITCH}=1 in "
+                "front of `rl`, and not in [env_vars] alone. Where processes are started one by "
+                f"one, give each of them the table: {EXAMPLE}, or {SWITCH}=@FILE"
             )
         return self.k
 
 
 @functools.lru_cache(maxsize=8)
-def _parse(value: str) -> AdapterSettings | None:
+def parse_switch(value: str) -> AdapterSettings | None:
+    """Return the settings that a value of the variable says, None where it is off."""
+    value = value.strip()
     if value.lower() in OFF:
         return None
     if value == "1":
@@ -311,7 +303,44 @@ def _parse(value: str) -> AdapterSettings | None:
         raise ValueError(abridged(str(error), LETTERS_SHOWN)) from None
 
 
-def _read(value: str) -> AdapterSettings:
+def of_config(tables: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the settings in prime-rl's config, which names a loss of ours in [trainer.loss]."""
+    trainer = tables.get("trainer")
+    loss = trainer.get("loss") if isinstance(trainer, dict) else None
+    if not isinstance(loss, dict) or not names_ours(loss.get("import_path")):
+        raise ValueError(
+            f'{place} names no loss of ours: write type = "custom", import_path = "{IMPORT_PATH}" '
+            f"into [trainer.loss], and the loss table into [{SECTION}]."
+        )
+    return {"loss": loss.get("kwargs") or {}}
+
+
+def names_ours(import_path: Any) -> bool:
+    """Return whether an import path is that of our losses; one that misses it is refused."""
+    path = str(import_path)
+    if path != IMPORT_PATH and (path.startswith("prime_composer") or nearest(path, [IMPORT_PATH])):
+        raise ValueError(
+            f'[trainer.loss] import_path = "{path}": there is no such loss; did you mean '
+            f'"{IMPORT_PATH}"?'
+        )
+    return path == IMPORT_PATH
+
+
+def _of_file(path: Path) -> dict[str, Any]:
+    """Return the settings that a file has: an object of them, or the loss of prime-rl's config."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        read = tomllib.loads if path.suffix == ".toml" else json.loads
+        tables = read(text)
+        if not isinstance(tables, dict):
+            raise ValueError("it has no tables")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{SWITCH}=@{path}: {error}. Name a TOML or a JSON file.") from None
+    is_config = path.suffix == ".toml" or not AdapterSettings.model_fields.keys() & tables.keys()
+    return of_config(tables, f"{SWITCH}=@{path}") if is_config else tables
+
+
+def _object(value: str) -> dict[str, Any]:
     try:
         given = json.loads(value)
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or too deep
@@ -319,13 +348,21 @@ def _read(value: str) -> AdapterSettings:
     if not isinstance(given, dict):
         # Of a URL in damaged text nobody knows where its password ends.
         shown = "... (not shown: it may have a password)" if "@" in value else repr(value)
-        raise ValueError(f"{SWITCH}={shown}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
+        raise ValueError(
+            f"{SWITCH}={shown}: write {SWITCH}=1, {SWITCH}=@FILE, or a JSON object such as "
+            f"{EXAMPLE}"
+        )
+    return given
+
+
+def _read(value: str) -> AdapterSettings:
+    given = _of_file(Path(value[1:])) if value.startswith("@") else _object(value)
     known = AdapterSettings.model_fields
     for key in given:
         if key not in known:
-            raise ValueError(
-                f"{SWITCH}: unknown key {key!r}; known: {', '.join(known)}. Example: {EXAMPLE}"
-            )
+            near = nearest(key, known)
+            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}."
+            raise ValueError(f"{SWITCH}: unknown key {key!r}; {hint} Example: {EXAMPLE}")
     try:
         settings = AdapterSettings.model_validate(given)
     except ValidationError as error:
@@ -358,13 +395,7 @@ def parse_loss_table(table: Mapping[str, Any], section: str = SECTION) -> Any:
     Strings are read as numbers where a number is expected: prime-rl's command line
     (``--trainer.loss.kwargs.k 32``) passes strings.
 
-    Args:
-        table: ``type`` and knobs.
-        section: the table's name, for error messages.
-
-    Raises:
-        ValueError: ``type`` is missing or unknown (the message lists the choices), a key is unknown
-            (the message names the nearest), or a value does not fit.
+    An error names the nearest key or the choices, and the table as ``section``.
     """
     from prime_composer.losses import parse_loss
 
@@ -392,8 +423,8 @@ def _explain(item: Any, table: Mapping[str, Any], section: str) -> str:
     from prime_composer.recipe.loading import fields_at
 
     known = fields_at(item["loc"][:-1], loss_type(str(table["type"])), table)
-    near = difflib.get_close_matches(path[-1], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(known)}"
+    near = nearest(path[-1], known)
+    hint = f"did you mean {near!r}?" if near else f"it takes: {', '.join(known)}"
     return f"[{section}] has the unknown key {key!r}; {hint}"
 
 
@@ -404,8 +435,7 @@ def _message(item: Any) -> str:
 def wire_support_size(config: Any, section: str = SECTION) -> int:
     """Return K of a ``LossConfig`` inside prime-rl, 0 where the loss has no support.
 
-    Raises:
-        ValueError: the support is the whole vocabulary, or the student chooses it.
+    A support of the whole vocabulary, or of the student's choice, is refused.
     """
     request = config.support
     if request is not None and request.chosen_by == "student":

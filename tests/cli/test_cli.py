@@ -51,6 +51,42 @@ def test_check_reads_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads == [RECIPE]
 
 
+NATIVE = """[trainer.loss]
+type = "custom"
+import_path = "prime_composer.upstream.loss_fn"
+[trainer.loss.kwargs]
+type = "topk_reverse_kl"
+k = 8
+"""
+
+
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        ("trainer.loss.kwargs.K=3", "did you mean 'k'"),
+        ("trainer.loss.kwargs.type=TopK_reverse_KL", "did you mean topk_reverse_kl"),
+        ("trainer.loss.import_path=prime_composer.loss_fn", "prime_composer.upstream.loss_fn"),
+    ],
+)
+def test_check_reads_a_native_toml(cli: Cli, tmp_path: Path, change: str, words: str) -> None:
+    """The five lines of prime-rl's own TOML, without prime-rl."""
+    (tmp_path / "native.toml").write_text(NATIVE)
+    done = cli("check", tmp_path / "native.toml")
+    shown = json.loads(done.stdout)
+    assert shown["loss"]["normalization"] == "tail" and shown["k"] == 8
+    assert shown["needs PRIME_COMPOSER"] and shown["asked_by"] == "orchestrator"
+    done = cli("check", tmp_path / "native.toml", "--set", change)
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_report_names_a_launch_without_us(cli: Cli, tmp_path: Path) -> None:
+    """Of a run inside prime-rl whose trainer left no mark and has trained."""
+    (tmp_path / "prime_composer" / "launch_1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    done = cli("report", tmp_path)
+    assert "launch_1" in done.stderr and "without this package" in done.stderr
+
+
 def test_check_imports_nothing_heavy_beside_torch(torch_forks: ForkServer) -> None:
     heavy = ("vllm", "transformers", "httpx", "rich", "matplotlib", "datasets", "tensorboard")
     code = f"import sys; from prime_composer.cli import main; main(['check', {str(RECIPE)!r}])"

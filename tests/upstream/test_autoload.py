@@ -85,15 +85,16 @@ def test_pth_garbage_is_one_line_in_prime_rl_alone(tmp_path):
     done = interpreter(tmp_path, with_prime_rl(tmp_path, "import prime_rl.utils.config"), "garbage")
     assert done.stdout == "" and done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("PRIME_COMPOSER='garbage': write PRIME_COMPOSER=1, or a JSON")
+    assert done.stderr.startswith("PRIME_COMPOSER='garbage': write PRIME_COMPOSER=1, ")
     url = '[{"url": "http://me:secret@host:1/v1"}]'
     done = interpreter(tmp_path, with_prime_rl(tmp_path, "import prime_rl.utils.config"), url)
     assert "not shown: it may have a password" in done.stderr and "secret" not in done.stderr
 
 
-def test_pth_switched_on_installs_the_hooks_once(tmp_path):
+@pytest.mark.parametrize("switch", ["1", "@some.toml"])
+def test_pth_switched_on_installs_the_hooks_once(tmp_path, switch):
     code = "import prime_rl.utils\nimport prime_rl.utils\n" + SHOW
-    done = interpreter(tmp_path, with_prime_rl(tmp_path, code), "1")
+    done = interpreter(tmp_path, with_prime_rl(tmp_path, code), switch)
     assert done.stderr == ""
     assert done.stdout.count("Hooks") == 1 and "torch" not in done.stdout
     assert "prime_composer.upstream" not in done.stdout

@@ -146,7 +146,7 @@ def test_dry_run_without_prime_rl_prints_the_export(no_prime_rl, tmp_path, monke
     for part in (
         "prime-rl: head assumed, it is not installed here",
         "-m prime_rl.entrypoints.rl @ outputs/gsm8k_opd.prime_rl.toml",
-        'environment: PRIME_COMPOSER={"loss": {"type": "topk_reverse_kl"',
+        'export PRIME_COMPOSER=\'{"loss": {"type": "topk_reverse_kl"',
         "#     inference --vllm.model '<built by prime-rl prepare: teacher>' --server.port 8001",
         'name = "<built by prime-rl prepare: student>"',
         "# Not carried to prime-rl:",
@@ -181,6 +181,15 @@ def test_dry_run_reports_prime_rls_verdict(
     assert list(tmp_path.iterdir()) == [recipe]
 
 
+def resolved_by(output):
+    """Return the settings of a dry run, as a shell reads the line that is printed to be pasted."""
+    (line,) = (line for line in output.splitlines() if "export PRIME_COMPOSER=" in line)
+    done = subprocess.run(
+        ["sh", "-c", f"{line}; printenv PRIME_COMPOSER"], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
 CODE = """
 import sys
 from prime_composer.upstream.launch import launch
@@ -209,6 +218,7 @@ def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, v
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert f"prime-rl: {version}\n" in done.stdout
         assert "prime-rl's own dry run accepts the file" in done.stdout
+        assert resolved_by(done.stdout)["k"] == k
         body = done.stdout.partition("\nfile: ")[2].partition("\n\n")[2]
         text = body.rpartition("prime-rl's own dry run")[0]
         assert tomllib.loads(text)["trainer"]["loss"]["kwargs"]["k"] == k

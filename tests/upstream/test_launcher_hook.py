@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from prime_composer.upstream import launcher_hook
+from prime_composer.upstream import launcher_hook, launches
 from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SWITCH,
@@ -35,6 +35,11 @@ def launcher_config(table=None, replay=False, path=IMPORT_PATH, **orchestrator):
     )
 
 
+def resolved(**settings):
+    """Return settings as the launcher passes them on, with the student of ``launcher_config``."""
+    return AdapterSettings(student_tokenizer="a/model", **settings)
+
+
 BOTH = {"type": "topk_reverse_kl", "k": 2, "rl_mix": {"kd": 0.5}}
 
 
@@ -48,7 +53,7 @@ def v0_6(monkeypatch):
 def test_resolve_passes_on_that_the_loss_reads_rewards(v0_6, separates_kinds):
     separates_kinds or v0_6()
     launcher_hook.resolve(launcher_config(BOTH))
-    assert AdapterSettings.from_env() == AdapterSettings(loss=BOTH, k=2, rewards="in_loss")
+    assert AdapterSettings.from_env() == resolved(loss=BOTH, k=2, rewards="in_loss")
 
 
 def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch, v0_6):
@@ -66,7 +71,7 @@ def test_resolve_passes_two_streams_on(monkeypatch, v0_6):
     table = {"type": "topk_reverse_kl", "k": 2}
     monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
     launcher_hook.resolve(launcher_config())
-    assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=2, rewards="beside")
+    assert AdapterSettings.from_env() == resolved(loss=table, k=2, rewards="beside")
     with pytest.raises(ValueError, match="and this run names ours there"):
         launcher_hook.resolve(launcher_config(table))
     v0_6()
@@ -84,6 +89,7 @@ def test_resolve_passes_the_files_loss_and_k_on():
         "asked_by": None,
         "head_on": None,
         "teachers": None,
+        "student_tokenizer": "a/model",
     }
 
 
@@ -92,9 +98,7 @@ def test_resolve_splits_the_file_key_off_and_keeps_it_there():
     config = launcher_config({"type": "sampled_reverse_kl", "adapter": "true"})
     launcher_hook.resolve(config)
     settings = AdapterSettings.from_env()
-    assert settings == AdapterSettings(
-        loss={"type": "sampled_reverse_kl"}, k=0, teachers_mixed=True
-    )
+    assert settings == resolved(loss={"type": "sampled_reverse_kl"}, k=0, teachers_mixed=True)
     assert config.trainer.loss.kwargs["adapter"] == "true"
 
 
@@ -102,7 +106,7 @@ def test_resolve_accepts_the_loss_in_the_environment(monkeypatch):
     table = {"type": "topk_reverse_kl", "k": 3}
     monkeypatch.setenv(SWITCH, json.dumps({"loss": table}))
     launcher_hook.resolve(launcher_config())
-    assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=3)
+    assert AdapterSettings.from_env() == resolved(loss=table, k=3)
 
 
 def test_resolve_passes_a_kind_of_scores_on(monkeypatch):
@@ -112,7 +116,7 @@ def test_resolve_passes_a_kind_of_scores_on(monkeypatch):
     assert (settings.scores, settings.k) == ("a:KIND", 3)
     for table in (None, {"type": "sampled_reverse_kl"}):
         monkeypatch.setenv(SWITCH, json.dumps({"scores": "a:KIND"}))
-        with pytest.raises(ValueError, match="scores = 'a:KIND'.* leave scores out|Leave scores"):
+        with pytest.raises(ValueError, match="names no loss|scores = 'a:KIND'.*Leave scores"):
             launcher_hook.resolve(launcher_config(table))
 
 
@@ -150,10 +154,21 @@ def test_resolve_writes_ids_in_nested_tables(monkeypatch):
     assert settings.loss["distillation"]["a"]["loss"]["special_tokens"]["strings"] == []
 
 
-def test_resolve_leaves_another_loss_as_it_is(capfd):
-    launcher_hook.resolve(launcher_config({"x": 1}, path="somebody.elses"))
-    assert AdapterSettings.from_env() == AdapterSettings(k=0)
-    assert "names no loss, nor does [trainer.loss]" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    "path,words",
+    [
+        ("somebody.elses", "names no loss.*unset PRIME_COMPOSER"),
+        ("prime_composer.upstream.lossfn", f"did you mean .{IMPORT_PATH}"),
+        ("prime_composer.nothing", f"did you mean .{IMPORT_PATH}"),
+        ("prime_compser.upstream.loss_fn", f"did you mean .{IMPORT_PATH}"),
+    ],
+)
+def test_resolve_refuses_a_run_without_a_loss_of_ours(path, words):
+    """It would train prime-rl's own losses, and the variable says that ours are wanted."""
+    with pytest.raises(ValueError, match=words):
+        launcher_hook.resolve(launcher_config({"type": "sampled_reverse_kl"}, path=path))
+    with pytest.raises(ValueError, match="names no loss"):
+        launcher_hook.resolve(launcher_config())
 
 
 def test_resolve_leaves_processes_without_a_trainer_alone():
@@ -351,3 +366,113 @@ def test_hook_config_resolves_what_cli_returns():
     launcher_hook.hook_config(module)
     assert module.cli(object, args=[]) is config
     assert AdapterSettings.from_env().k == 2
+
+
+TOP = {"type": "topk_reverse_kl", "k": 2}
+
+
+def in_env_vars(value, path="env_vars", table=TOP):
+    """Return a launcher's config with the variable in one of prime-rl's own tables."""
+    config = launcher_config(table)
+    owner = config if path == "env_vars" else getattr(config, path.partition(".")[0])
+    owner.env_vars = {SWITCH: value, "OTHER": "x"}
+    return config, owner.env_vars
+
+
+@pytest.mark.parametrize("path", ["env_vars", "trainer.env_vars", "orchestrator.env_vars"])
+@pytest.mark.parametrize("value", ["1", json.dumps({"loss": TOP})])
+def test_resolve_reads_env_vars_and_takes_them_out(path, value):
+    """They override what the launcher resolves, and under Slurm JSON loses its quotes in them."""
+    config, table = in_env_vars(value, path)
+    launcher_hook.resolve(config)
+    assert AdapterSettings.from_env() == resolved(loss=TOP, k=2)
+    assert table == {"OTHER": "x"}
+
+
+@pytest.mark.parametrize("value", ["0", json.dumps({"loss": {**TOP, "k": 3}})])
+def test_resolve_refuses_env_vars_that_contradict(monkeypatch, value):
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": TOP}))
+    config, _ = in_env_vars(value, "trainer.env_vars", table=None)
+    with pytest.raises(ValueError, match=r"\[trainer.env_vars\] PRIME_COMPOSER.*keep one of them"):
+        launcher_hook.resolve(config)
+
+
+def test_launcher_refuses_in_one_line(monkeypatch):
+    """A user sees the sentence, without prime-rl's traceback and without a password."""
+    module = types.SimpleNamespace(cli=lambda config: config)
+    launcher_hook.hook_config(module)
+    monkeypatch.setenv(SWITCH, json.dumps({"scores": "http://me:secret@host"}))
+    with pytest.raises(SystemExit, match="^prime_composer: .*names no loss") as refusal:
+        module.cli(launcher_config())
+    assert refusal.value.__cause__ is None and "\n" not in str(refusal.value)
+    assert "secret" not in str(refusal.value)
+
+
+def slurm_of(folder, template="uv sync --all-extras", lock="", **fields):
+    """Return prime-rl's [slurm], with a template and a lock file."""
+    (folder / "rl.sbatch.j2").write_text(f"cd x\n{template}\n{{{{ pre_run_command }}}}\nuv run rl")
+    (folder / "uv.lock").write_text(lock)
+    given = {"pre_run_command": None, "shared_fs": True} | fields
+    return types.SimpleNamespace(template_path=folder / "rl.sbatch.j2", project_dir=folder, **given)
+
+
+@pytest.mark.parametrize(
+    "how,remedy",
+    [
+        ({}, "uv pip install"),
+        ({"pre_run_command": "sudo pkill vllm"}, "uv pip install"),
+        ({"pre_run_command": "uv pip install PATH"}, None),
+        ({"pre_run_command": "uv add PATH"}, None),
+        ({"pre_run_command": "uv pip install PATH", "shared_fs": False}, "srun .*uv pip install"),
+        ({"pre_run_command": "srun -n 2 uv pip install PATH", "shared_fs": False}, None),
+        ({"template": "uv sync --inexact"}, None),
+        ({"template": "# no uv sync here"}, None),
+        ({"lock": '[[package]]\nname = "prime-composer"\n'}, None),
+    ],
+)
+def test_resolve_refuses_a_job_script_without_us(tmp_path, how, remedy):
+    """prime-rl's `uv sync` removes what prime-rl does not lock, and nobody would say so."""
+    config = launcher_config(TOP)
+    config.slurm = slurm_of(tmp_path, **how)
+    if remedy is None:
+        launcher_hook.resolve(config)
+        return
+    with pytest.raises(ValueError, match=rf"\[slurm\].*removes.*pre_run_command = .{remedy}"):
+        launcher_hook.resolve(config)
+
+
+def cleaning(output_dir, resume_step):
+    """Stand for prime-rl's function that cleans a run directory."""
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_launch_hands_a_file_on_also_to_a_job_script(tmp_path, capfd, shared):
+    """No shell, template or TOML changes it. The script ends where the package is missing."""
+    module = types.ModuleType("prime_rl.utils.pathing")
+    module.clean_future_steps = cleaning
+    launcher_hook.hook_run_dir(module)
+    config = launcher_config(TOP)
+    install = "srun uv pip install PATH"
+    config.slurm = slurm_of(tmp_path, pre_run_command=install, shared_fs=shared)
+    config.dry_run = True
+    launcher_hook.resolve(config)
+    module.clean_future_steps(tmp_path / "run", -1)
+    value = os.environ[SWITCH]
+    assert value.startswith("@") and AdapterSettings.from_env() == resolved(loss=TOP, k=2)
+    file = launches.own() / launches.SETTINGS
+    assert value == f"@{file}" and file.stat().st_mode & 0o777 == 0o600
+    first, last, guard = config.slurm.pre_run_command.splitlines()
+    assert first == install and last == f"export PRIME_COMPOSER={value}"
+    assert guard.startswith("srun") is not shared and guard.endswith("|| exit 1")
+    assert last in capfd.readouterr().err
+    module.clean_future_steps(tmp_path / "another", -1)  # of a process that is no launcher
+    assert not (tmp_path / "another").exists()
+
+
+def test_launch_refuses_a_resume_from_foreign_steps(monkeypatch, tmp_path):
+    """A launch that trained without a mark of its trainer has trained another loss."""
+    monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, '{}')}")
+    (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
+    with pytest.raises(ValueError, match="trained.*earlier checkpoint"):
+        launcher_hook.begin(launcher_config(TOP), tmp_path, 4)
+    launcher_hook.begin(launcher_config(TOP), tmp_path, 2)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream.settings import (
+    IMPORT_PATH,
     SWITCH,
     AdapterSettings,
     parse_loss_table,
@@ -297,3 +299,58 @@ def test_teachers_are_not_in_the_settings_repr():
     """A url may have a password."""
     teachers = [{"url": "http://u:secret@host", "model": "m", "weight": 1}]
     assert "secret" not in repr(AdapterSettings(loss=FULL, teachers=teachers))
+
+
+NATIVE = f"""
+[orchestrator]
+batch_size = 8
+[trainer.loss]
+type = "custom"
+import_path = "{IMPORT_PATH}"
+[trainer.loss.kwargs]
+type = "topk_reverse_kl"
+k = 4
+adapter = true
+"""
+MIXED = {"loss": TOP_K, "k": 4, "teachers_mixed": True}
+
+
+@pytest.mark.parametrize(
+    "name,text",
+    [
+        ("native.toml", NATIVE),
+        ("rl.json", json.dumps(tomllib.loads(NATIVE))),
+        ("settings.json", json.dumps(MIXED)),
+    ],
+)
+def test_from_env_reads_a_file(monkeypatch, tmp_path, name, text):
+    """prime-rl's own config in both of its formats, and what the launcher hands on."""
+    (tmp_path / name).write_text(text)
+    monkeypatch.setenv(SWITCH, f"@{tmp_path / name}")
+    assert AdapterSettings.from_env() == AdapterSettings(**MIXED)
+
+
+@pytest.mark.parametrize(
+    "name,text,words",
+    [
+        ("absent.toml", None, "absent.toml.*Name a TOML or a JSON file"),
+        ("a.toml", "[trainer", "a.toml.*Name a TOML or a JSON file"),
+        ("a.json", "[1]", "a.json.*Name a TOML or a JSON file"),
+        ("a.toml", "[orchestrator]", f"no loss of ours.*{IMPORT_PATH}"),
+        ("a.toml", '[trainer]\nloss = "x"', f"no loss of ours.*{IMPORT_PATH}"),
+        ("a.toml", NATIVE.replace("loss_fn", "lossfn"), f"did you mean.*{IMPORT_PATH}"),
+        ("a.toml", NATIVE.replace("k = 4", "K = 4"), "did you mean .k."),
+        (
+            "a.json",
+            '{"loss": {"type": "topk_reverse_kl", "k": 4}, "Scores": "a:b"}',
+            "mean .scores",
+        ),
+    ],
+)
+def test_from_env_refuses_a_file_without_a_loss(monkeypatch, tmp_path, name, text, words):
+    """The file and the key are named, and a key in another case is found."""
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv(SWITCH, f"@{tmp_path / name}")
+    with pytest.raises(ValueError, match=words):
+        AdapterSettings.from_env()

@@ -104,6 +104,7 @@ def run(
     tied=False,
     replay=False,
     apart=False,
+    declared=True,
     switch="1",
     several=False,
     words=False,
@@ -122,6 +123,7 @@ def run(
         plugin: the teacher's server has the scoring plugin.
         tied: one matrix for embedding and head.
         apart: the teacher has a tokenizer of its own.
+        declared: the recipe says so.
         replay: the student has experts, and the trainer replays those of its server.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
@@ -165,7 +167,10 @@ def run(
         config = folder / "run.toml"
         config.write_text(
             cpu_recipe.native(
-                version, *urls, model_folder, loss, replay=replay, apart=apart, **recipe
+                *(version, *urls, model_folder, loss),
+                replay=replay,
+                apart=apart and declared,
+                **recipe,
             )
         )
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}

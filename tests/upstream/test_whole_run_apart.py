@@ -33,6 +33,22 @@ def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path, ver
     check(whole_run.run(version, trees, models, tmp_path, TOP_K, **APART), version)
 
 
+@pytest.mark.parametrize(
+    "version,asked_by",
+    [
+        pytest.param("v0.6", None, marks=other),
+        pytest.param("head", None, marks=newest),
+        pytest.param("head", "trainer", marks=other),
+    ],
+)
+def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, version, asked_by):
+    """It trained to its end, with losses like any others: no id was outside of the vocabulary."""
+    how = {"apart": True, "declared": False, "asked_by": asked_by}
+    with pytest.raises(pytest.fail.Exception, match="other tokens than the student"):
+        whole_run.run(version, trees, models, tmp_path, TOP_K, **how)
+    assert not [*tmp_path.rglob("broadcasts/step_1")]
+
+
 @other
 @pytest.mark.vllm
 @pytest.mark.parametrize("version", ["v0.8", "head"])

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,11 +13,11 @@ import torch
 from prime_composer.backends.alignment import SequenceToScore, tensor_of
 from prime_composer.backends.errors import Refused
 from prime_composer.contract import InvalidAnswer, Scores
-from prime_composer.cross_tokenizer.token_bytes import PROBES
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.client import Beside, Known, TeacherClient
+from prime_composer.teachers.compatibility import PreflightError, check_served_tokenizer
 from prime_composer.teachers.watch import (
     ASKED_EVERY,
     KNOWN_TOKENS,
@@ -26,6 +25,7 @@ from prime_composer.teachers.watch import (
     KnownRequest,
     known_rollout,
 )
+from prime_composer.upstream import meeting
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
 
@@ -64,10 +64,6 @@ class OpenAITransport:
 
     Its router, headers, authentication, retries and timeouts apply.
 
-    Args:
-        client: the openai client.
-        thread: where responses are read.
-
     Attributes:
         base: the server's URL.
         origin: the server in words.
@@ -87,10 +83,6 @@ class OpenAITransport:
         The client reads a response whole before it returns it, unless it is asked to stream. Its
         own retries end where the body begins, so a connection that is lost later is retried here,
         as often.
-
-        Raises:
-            InvalidAnswer: the response is larger than ``max_bytes``. It is not asked for again.
-            Refused: the server's status, with the openai client's own error as the cause.
         """
         import httpx
 
@@ -177,9 +169,48 @@ class OpenAITransport:
 
 
 class Tokens(msgspec.Struct):
-    """A server's answer of how it reads a text."""
+    """A server's answer of how it reads a text, and how many tokens it reads at most."""
 
     tokens: list[int]
+    max_model_len: int | None = None
+
+
+class Text(msgspec.Struct):
+    """A server's answer of how it writes tokens."""
+
+    prompt: str
+
+
+class TokenServer:
+    """Asks a server for its tokenizer, from a thread beside the event loop of its requests.
+
+    ``window`` is its --max-model-len, once it has said so.
+    """
+
+    def __init__(self, transport: OpenAITransport, model: str):
+        self.window: int | None = None
+        self._transport, self._model = transport, model
+        self._loop = asyncio.get_running_loop()
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the server's tokens of a text, without special ones; None: it cannot say."""
+        answer = self._ask("/tokenize", Tokens, prompt=text, add_special_tokens=False)
+        if answer is not None:
+            self.window = answer.max_model_len
+        return None if answer is None else answer.tokens
+
+    def detokenize(self, ids: list[int]) -> str | None:
+        """Return the server's text of tokens; None: it cannot say."""
+        answer = self._ask("/detokenize", Text, tokens=ids)
+        return None if answer is None else answer.prompt
+
+    def _ask(self, path: str, kind: type[T], **body: Any) -> T | None:
+        request = self._transport.receive(path, {"model": self._model, **body}, 2**20)
+        try:
+            content = asyncio.run_coroutine_threadsafe(request, self._loop).result()
+            return msgspec.json.decode(content, type=kind)
+        except (Refused, ValueError, msgspec.MsgspecError, RecursionError):
+            return None
 
 
 @dataclass
@@ -190,13 +221,17 @@ class Asked:
         plugin: its scoring plugin.
         retried: requests that were sent more than once. Its server may have been started again.
         requests: K -> the known request; a live policy has none.
-        tokenizer: that its server has been compared with.
+        tokenizer: that its server has been compared with, where the teacher has its own.
+        met: it has been compared with the student.
+        meeting: held meanwhile, as all rollouts of a batch may come at once.
     """
 
     plugin: Known = field(default_factory=Known)
     retried: int = 0
     requests: dict[int, KnownRequest] = field(default_factory=dict)
     tokenizer: Any = None
+    met: bool = False
+    meeting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def sign(self) -> tuple[int | None, int]:
@@ -210,9 +245,6 @@ class Requests:
 
     Responses are read in one thread, off the event loop. Reading holds the GIL, so more threads
     would not be faster, but the loop would have to wait for each of them in turn.
-
-    Args:
-        in_flight: most requests between being sent and being read.
     """
 
     def __init__(self, in_flight: int = IN_FLIGHT):
@@ -235,26 +267,12 @@ class Requests:
         frozen: bool = False,
         beside: Beside | None = None,
     ) -> Scores:
-        """Return the scores of ``token_ids`` from ``start`` on, with the top K of ``model``.
+        """Return the scores of ``token_ids`` from ``start`` on, with the top ``k`` of ``model``.
 
-        A frozen model also scores its first sequence's beginning again, before the scores of
-        another start of its server are returned. A server without the scoring plugin names no
-        start. It is asked after a request that was sent more than once, and as all are once in a
-        while.
-
-        Args:
-            client: the openai client that prime-rl made.
-            model: name of the model on the server.
-            token_ids: the sequence.
-            k: size of the support, 0 for none.
-            start: the first token that is scored; none predicts the first of all.
-            frozen: its weights never change. The policy's own do.
-            beside: what else to ask of the scoring plugin.
-
-        Raises:
-            InvalidAnswer: the answer is not scores of these tokens, or too large for that, or of
-                another model. Or a frozen model scores its first sequence with other numbers.
-            ValueError: the server refuses K, or the client has both a password and an API key.
+        A frozen model, whose weights never change, is first compared with the student. It also
+        scores its first sequence's beginning again, before the scores of another start of its
+        server are returned. A server without the scoring plugin names no start. It is asked after a
+        request that was sent more than once, and as all are once in a while.
         """
         transport = OpenAITransport(client, self._thread)
         if has_credentials(transport.base) and client.api_key not in ("", "EMPTY"):
@@ -264,6 +282,8 @@ class Requests:
                 )
             )
         asked = self._asked.setdefault((transport.base, model), Asked())
+        if frozen and asked.tokenizer is None:
+            await self._compare(transport, model, asked)
         scores = await self._ask(transport, model, asked, token_ids, k, start, beside)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
@@ -273,10 +293,6 @@ class Requests:
         """Return what the server of a teacher with a tokenizer of its own says of itself.
 
         Once, its server is asked how it reads texts. One that cannot be asked passes.
-
-        Raises:
-            InvalidAnswer: it reads them otherwise than its tokenizer on this machine does, or has
-                no scoring plugin.
         """
         transport = OpenAITransport(client, self._thread)
         asked = self._asked.setdefault((transport.base, model), Asked())
@@ -290,30 +306,25 @@ class Requests:
             )
         if asked.tokenizer is not tokenizer:
             asked.tokenizer = tokenizer  # others need not ask it as well
-            await self._check_tokenizer(transport, model, tokenizer)
+            server = TokenServer(transport, model)
+            whose = f"the tokenizer that {TOKENIZERS_KEY} names for {model!r}"
+            remedy = "name the tokenizer of the model that it serves"
+            try:
+                await asyncio.to_thread(check_served_tokenizer, tokenizer, server, whose, remedy)
+            except PreflightError as error:
+                raise InvalidAnswer(f"{transport.origin}: {error}") from None
         return asked.plugin.facts
 
-    async def _check_tokenizer(
-        self, transport: OpenAITransport, model: str, tokenizer: Any
-    ) -> None:
-        for text in PROBES:
-            body = {"model": model, "prompt": text, "add_special_tokens": False}
-            try:
-                content = await transport.receive(
-                    "/tokenize", body, 64 * len(text.encode()) + 2**12
-                )
-                served = msgspec.json.decode(content, type=Tokens).tokens
-            except (Refused, ValueError):
+    async def _compare(self, transport: OpenAITransport, model: str, asked: Asked) -> None:
+        """Compare a server with the student, once, before it scores."""
+        async with asked.meeting:
+            if asked.met:
                 return
-            own = tokenizer.encode(text, add_special_tokens=False)
-            if served != own:
-                pairs = enumerate(zip_longest(own, served))
-                at, (here, there) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-                raise InvalidAnswer(
-                    f"{transport.origin} reads {text!r} otherwise than the tokenizer that "
-                    f"{TOKENIZERS_KEY} names for {model!r}: token {at} is {there}, here {here} "
-                    "(None: the text has ended). Name the tokenizer of the model that it serves."
-                )
+            server = TokenServer(transport, model)
+            await asyncio.to_thread(
+                meeting.compare, transport.origin, server, lambda: server.window
+            )
+            asked.met = True
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, computed where responses are read, off the event loop."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
 from prime_composer.teachers.client import Beside
-from prime_composer.upstream import wire
+from prime_composer.upstream import launches, wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.orchestrator.hints import (
@@ -96,6 +96,7 @@ def hook_teacher_logprobs(module: Any) -> None:
 
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
+        launches.judge_trainer()
         k = _settings().support_size()
         if _settings().teacher_tokenizers:
             raise ValueError(WITHOUT_MESSAGES)
@@ -137,6 +138,7 @@ def hook_client(module: Any) -> None:
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int], **more: Any) -> Any:
         if any(value is not None for value in more.values()):
             return await original(openai, model, token_ids, **more)  # something else is asked
+        launches.judge_trainer()
         k = _settings().support_size()
         header = openai.default_headers.get(HEADER)
         scoring = SCORING.get()
@@ -166,15 +168,7 @@ def hook_client(module: Any) -> None:
 async def by_turns(
     openai: Any, model: str, directory: str, token_ids: list[int], scoring: Scoring
 ) -> wire.Sent:
-    """Return the scores of a branch by a teacher with a tokenizer of its own.
-
-    Args:
-        openai: the client that prime-rl made.
-        model: name of the teacher on its server.
-        directory: of its tokenizer.
-        token_ids: of the branch.
-        scoring: what is scored, with the branch's messages.
-    """
+    """Return the scores of a branch by a teacher with a tokenizer of its own."""
     from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
 
     own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
@@ -424,11 +418,7 @@ def marked(scores: list[float]) -> list[float]:
 
 
 def attach(sample: Any, values: wire.Sent) -> None:
-    """Put the support, if there is one, into a sample's ``routed_experts``.
-
-    Raises:
-        ValueError: router replay is already in it.
-    """
+    """Put the support, if there is one, into a sample's ``routed_experts``."""
     if not values.scores.k:
         return
     if sample.routed_experts is not None:

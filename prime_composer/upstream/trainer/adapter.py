@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prime_composer.losses import require, setup_loss_fn
 from prime_composer.losses.needs import START_ADAPTER
+from prime_composer.upstream import launches
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
@@ -83,9 +84,6 @@ class Adapter:
     ``compute_loss`` that is hooked, it is judged when the next batch is asked for, or at the end of
     the process. The rule is each rank's own, and reads nothing on the device.
 
-    Args:
-        settings: the settings of the run, None where the whole-run adapter is off.
-
     Attributes:
         whole_run: the hooks that bring supports are in place.
         k: size of the registered loss's support, 0 for none.
@@ -132,17 +130,6 @@ class Adapter:
         Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:197) or
         ``ref_kl_loss_fn`` (559b4477, loss.py:199); prime-rl resolves both names later.
         TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
-
-        Args:
-            table: the loss table: ``type``, knobs, and ``adapter = true`` for a run whose teachers
-                are mixed.
-            section: the table's name, for messages.
-            in_file: ``[trainer.loss]`` names the loss.
-
-        Raises:
-            ValueError: the table is wrong, another loss is registered already, or the loss needs
-                what this road cannot provide (the message says what to run instead).
-            UnknownSurface: this version of prime-rl is not supported.
         """
         module = sys.modules.get(LOSS_MODULE) or importlib.import_module(LOSS_MODULE)
         contract = probe_contract(module)
@@ -211,9 +198,6 @@ class Adapter:
 
         prime-rl's loop waits for a batch, then gets it. Whichever comes first ends the step, so
         that its state is kept before the trainer waits.
-
-        Raises:
-            SilentHook: the last batch had tokens for the loss, which was not called.
         """
         if self._asked:
             return
@@ -222,6 +206,8 @@ class Adapter:
         if self.loss is not None:
             if self.steps > 0:
                 self.loss.objective.end_step()
+            if self.steps == 1:
+                launches.judge_ranks(self.loss.compares)
             if self.journal is not None:
                 step = self.journal.start_step + self.steps
                 self.journal.keep(step, self.loss.objective)
@@ -232,19 +218,12 @@ class Adapter:
 
         The next call of ``ask_for_batch`` counts. Where the trainer asks the teachers, the first
         questions are sent.
-
-        Args:
-            batches: the micro-batches.
-
-        Raises:
-            RuntimeError: no token is for the loss, or the orchestrator runs without the adapter.
-            ValueError: the teachers are not known, or cannot be asked. Or the log-probs will be
-                over the ids that sampling had kept.
         """
         self._asked = False
         self._batches = TrackedBatches(batches, self.begin)
         self._micro_tally = self.tally = Tally()
         if self.loss is not None:
+            launches.mark(launches.TRAINER + os.environ.get("RANK", "0"))
             self._tokens = self.loss.batch_came(batches, self.steps)
             self._expect(self.tally, sum(self._tokens))
             atexit.unregister(judge_at_exit)
@@ -274,11 +253,7 @@ class Adapter:
         self._micro_tally.called(hook)
 
     def judge_micro_batch(self) -> None:
-        """Check, after its ``compute_loss``, that the micro-batch in flight reached the loss.
-
-        Raises:
-            SilentHook: it has tokens for the loss, which was not called.
-        """
+        """Check, after its ``compute_loss``, that the micro-batch in flight reached the loss."""
         self._micro_tally.judge()
         tally = self.tally
         if self.loss is not None and not self._reported and tally.calls[LOSS] and tally.meant[LOSS]:
@@ -289,11 +264,7 @@ class Adapter:
             )
 
     def judge_last_batch(self) -> None:
-        """Check the last batch, unless an error ended its step before it had trained.
-
-        Raises:
-            SilentHook: it had tokens for the loss, which was not called.
-        """
+        """Check the last batch, unless an error ended its step before it had trained."""
         if not self._asked and self._batches.trained:
             self.tally.judge()
 
@@ -366,12 +337,7 @@ class Adapter:
         )
 
     def aligned(self, trainer_logprobs: Tensor) -> dict[str, Any]:
-        """Return our fields of a sequence of the micro-batch in flight (``MicroBatch.aligned``).
-
-        Raises:
-            SilentHook: see ``MicroBatch.aligned``. Or no micro-batch is in flight.
-            ValueError: see ``MicroBatch.aligned``.
-        """
+        """Return our fields of a sequence of the micro-batch in flight (``MicroBatch.aligned``)."""
         if self.micro_batch is not None:
             return self.micro_batch.aligned(trainer_logprobs, self.model)
         if self.steps > 0 and self.k:
@@ -379,11 +345,7 @@ class Adapter:
         return {}
 
     def check_batch(self) -> None:
-        """Check, where no micro-batch is in flight, that this is no train loop's ``compute_loss``.
-
-        Raises:
-            SilentHook: the model ran, or the plain launcher's train loop calls.
-        """
+        """Check, where no micro-batch is in flight, that no train loop calls ``compute_loss``."""
         trains = self.model is not None or not self.whole_run
         if self.loss is not None and self.steps == 0 and trains:
             raise SilentHook(WITHOUT_BATCH)
@@ -394,9 +356,6 @@ def adapter() -> Adapter:
     """Return the one adapter of this process; ``adapter.cache_clear()`` forgets it.
 
     Functions that ``register`` replaced stay as they are.
-
-    Raises:
-        ValueError: the environment variable PRIME_COMPOSER is wrong.
     """
     return Adapter(AdapterSettings.from_env())
 

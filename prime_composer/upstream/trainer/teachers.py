@@ -27,6 +27,7 @@ from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
+from prime_composer.upstream import meeting
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
@@ -62,15 +63,7 @@ def wanted_of(
     """Return the sequences of a packed micro-batch that train a token of ours.
 
     Padding is a sequence of its own (v0.6), or the end of the last one (later). Neither trains.
-
-    Args:
-        tensors: prime-rl's micro-batch; ``sequence_lengths`` has the boundaries, and ``env_names``
-            the environment of each token.
-        trained: True at the tokens that the loss compares with a teacher.
-        entries: the teachers.
-
-    Raises:
-        ValueError: an environment has no teacher.
+    ``sequence_lengths`` has the boundaries, and ``env_names`` the environment of each token.
     """
     tokens, start = tensors["input_ids"][0], 0
     wanted: list[Wanted] = []
@@ -96,13 +89,7 @@ def wanted_of(
 
 
 class Frozen:
-    """A served teacher whose weights never change, and a request whose scores are known.
-
-    Args:
-        scorer: the connection.
-        k: size of the support, 0 for none.
-        hidden: ask for hidden states too.
-    """
+    """A served teacher whose weights never change, and a request whose scores are known."""
 
     def __init__(self, scorer: ServerScorer, k: int, hidden: bool):
         self.scorer = scorer
@@ -122,11 +109,7 @@ class Frozen:
         return scores
 
     def _watch(self, rollouts: Sequence[Rollout]) -> None:
-        """Send the known request where the scores that have just come may be another model's.
-
-        Raises:
-            InvalidAnswer: they are.
-        """
+        """Send the known request where the scores that have just come may be another model's."""
         starts = self.scorer.starts
         if self._known is None:
             self._begin(rollouts, starts)
@@ -148,14 +131,7 @@ class Frozen:
 
 
 class Teachers:
-    """Connections to the teachers' servers, and their output heads.
-
-    Args:
-        entries: the teachers.
-        k: size of the support, 0 for none.
-        hidden: ask for hidden states too.
-        head_on: device of the heads: "device" is that of the student.
-    """
+    """Connections to the teachers' servers, and their output heads."""
 
     def __init__(self, entries: Entries, k: int, hidden: bool, head_on: str = "device"):
         self.entries = entries
@@ -166,11 +142,7 @@ class Teachers:
         self._heads: dict[TeacherHead, TeacherHead] = {}
 
     def frozen(self, teacher: Teacher) -> Frozen:
-        """Return the connection to a teacher; the first time, open it and load its head.
-
-        Raises:
-            ServerError: the server cannot be used, or has no plugin, which hidden states need.
-        """
+        """Return the connection to a teacher; the first time, open it and load its head."""
         key = teacher.url, teacher.model
         if key not in self._frozen:
             scorer = ServerScorer(
@@ -183,6 +155,7 @@ class Teachers:
                 heads=cache_root() / "heads",
                 kind=(AdapterSettings.from_env() or AdapterSettings()).kind(),
             )
+            meeting.compare(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
             self._frozen[key] = Frozen(scorer, self.k, self.hidden)
@@ -213,12 +186,7 @@ class Teachers:
         return answers
 
     def logits(self, share: HiddenStates, states: Tensor, student: Logits) -> Logits:
-        """Return a teacher's logits over hidden states on the student's device.
-
-        Raises:
-            ValueError: the vocabularies differ by more than padding, or the device has no memory
-                for the head.
-        """
+        """Return a teacher's logits over hidden states on the student's device."""
         if share.head not in self._heads:
             head, size = share.head, student.size
             if abs(head.weight.shape[0] - size) > MOST_PADDING:
@@ -249,12 +217,7 @@ def on_device(head: TeacherHead, device: torch.device) -> TeacherHead:
 
 @dataclass(eq=False)
 class StepAnswers:
-    """The answers for the micro-batches of one step, which are taken in order.
-
-    Args:
-        teachers: whom to ask.
-        wanted: the sequences of each micro-batch.
-    """
+    """The answers for the micro-batches of one step, which are taken in order."""
 
     teachers: Teachers
     wanted: Sequence[Sequence[Wanted]]
@@ -266,12 +229,7 @@ class StepAnswers:
         self._ask_ahead_of(0)
 
     def take(self, number: int) -> list[Scores]:
-        """Ask for micro-batches behind this one, wait for its answers, and forget them.
-
-        Raises:
-            ServerError: a server is gone for too long, refuses, or serves another model.
-            InvalidAnswer: an answer that no model can have given.
-        """
+        """Ask for micro-batches behind this one, wait for its answers, and forget them."""
         self._ask_ahead_of(number)
         return self._pending.pop(number)()
 
@@ -320,19 +278,7 @@ def mixture_of(wanted: Wanted, parts: Sequence[Scores]) -> Scores:
 def two_heads_of(
     scores: Scores, place: slice, token_ids: Tensor, student: Logits, teachers: Teachers
 ) -> TwoHeads:
-    """Return student and teachers of a sequence, row t for token t.
-
-    Args:
-        scores: with hidden states.
-        place: of the sequence in the packed micro-batch.
-        token_ids: of the micro-batch.
-        student: of the sequence's tokens.
-        teachers: whose heads these are.
-
-    Raises:
-        InvalidAnswer: the hidden states do not belong to the head.
-        ValueError: the vocabularies differ.
-    """
+    """Return student and teachers of a sequence, row t for token t."""
     first, last = scores.start, scores.start + len(scores)
     rows = slice(first - place.start, last - place.start)
     device, compared, weights = student.hidden.device, [], []
@@ -352,17 +298,8 @@ def compare_states(
 ) -> None:
     """Compare the teacher's hidden states and head with its own log-probs of some tokens.
 
-    The products have full float32 precision, whatever the trainer's setting is.
-
-    Args:
-        logits: of the scored tokens.
-        share: the states, and the head as the server gave it.
-        labels: the scored tokens.
-        begin: place of the sequence in the micro-batch.
-        start: position of the first scored token in the sequence.
-
-    Raises:
-        InvalidAnswer: they do not belong together.
+    The products have full float32 precision, whatever the trainer's setting is. The sequence begins
+    at token ``begin`` of the micro-batch, and its first scored token is its token ``start``.
     """
     if share.ref_logprobs is None:
         return

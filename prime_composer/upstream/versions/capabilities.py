@@ -272,6 +272,12 @@ GRPO_GROUP = _capability(
 )
 CLI = _capability("launcher's config", ADAPTER, "utils.config:cli ...")
 LAUNCHER = _capability("launcher", TRAINER, "entrypoints.rl:main")
+CLEAN = _capability(
+    "start of a launch",
+    ADAPTER,
+    "utils.pathing:clean_future_steps output_dir resume_step",
+    optional=True,
+)
 TEACHER = _capability(
     "teacher's client",
     (*ADAPTER, "export"),
@@ -306,7 +312,7 @@ CAPABILITIES = (
     *(SLOT, COMPUTE_LOSS, MICRO_BATCH, FORWARD, *HEADS, CONTEXT_PARALLEL),
     *(PREFILL, OPD_SCORES, OPSD_SCORES, OPD_GROUP, OPSD_GROUP, REFERENCE, SAMPLES, SAMPLE, PAYLOAD),
     *(STAMPS, RL_LOSS, GRPO, GRPO_CONFIG, GRPO_GROUP),
-    *(CLI, LAUNCHER, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
+    *(CLI, LAUNCHER, CLEAN, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
 )
 """Everything that we touch: trainer, orchestrator, launcher."""
 
@@ -355,11 +361,7 @@ def replace(capability: Capability, module: ModuleType, wrapped: Callable[[Any],
 def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | None:
     """Return the place of a capability in a loaded module of prime-rl, and what is there.
 
-    Returns:
-        None where another module may have it, or where nothing is lost without it.
-
-    Raises:
-        UnknownSurface: it does not fit, or is gone.
+    None: another module may have it, or nothing is lost without it. What does not fit is refused.
     """
     here = tuple(place for place in capability.places if place.module == module.__name__)
     members = {

@@ -30,7 +30,7 @@ import torch
 from adapters import merge  # beside this program
 from experts import Routing, in_one_tensor
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MAX_NEW = 32
 BEFORE, LONGEST_PIECE, REPEATED = 8, 6, (94, 216)
@@ -55,6 +55,7 @@ class Engine:
         self.words = words
         self.pieces = cycle(range(1, LONGEST_PIECE + 1)) if loops else None
         self.name = path
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
         vocabulary = json.loads((Path(path) / "tokenizer.json").read_text())["model"]["vocab"]
         self.letters = torch.tensor([vocabulary[letter] for letter in string.ascii_lowercase])
         self.log = open(log, "a", buffering=1)  # noqa: SIM115
@@ -270,6 +271,11 @@ def handler(engine, name, plugin):
                     note |= {"in": sequence["token_ids"], "start": sequence["start"]}
             elif plugin and path == HEAD:
                 answer = engine.plugin_head(body)
+            elif path == "/tokenize":
+                ids = engine.tokenizer.encode(body["prompt"], add_special_tokens=False)
+                answer = {"tokens": ids, "count": len(ids), "max_model_len": 4096}
+            elif path == "/detokenize":
+                answer = {"prompt": engine.tokenizer.decode(body["tokens"])}
             elif path == "/update_weights" and body.get("weight_dir"):
                 note |= engine.update(body["weight_dir"]) | {"weight_dir": body["weight_dir"]}
             elif path == "/load_lora_adapter":

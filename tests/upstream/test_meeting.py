@@ -1,0 +1,114 @@
+"""The first meeting with a teacher's server: one with another tokenizer trains nothing."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("msgspec")
+openai = pytest.importorskip("openai")
+
+from prime_composer.backends.server import Card  # noqa: E402
+from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
+from prime_composer.upstream.settings import SWITCH, AdapterSettings  # noqa: E402
+from prime_composer.upstream.teachers import Teacher  # noqa: E402
+from prime_composer.upstream.trainer import teachers as trainer  # noqa: E402
+from tests.stand_in import Reply, serving  # noqa: E402
+from tests.teachers.own import STUDENT, TEACHER, wrapped  # noqa: E402
+
+K = 4
+LOSS = {"type": "topk_reverse_kl", "k": K}
+
+
+def reading_as(tokenizer, asked=None):
+    """Return the answers of a server with a tokenizer and room for 512 tokens.
+
+    It scores nothing. ``asked`` receives the paths.
+    """
+
+    def answer(path, body):
+        if asked is not None:
+            asked.append(path)
+        if path == "/tokenize":
+            ids = tokenizer.encode(body["prompt"], add_special_tokens=False)
+            return Reply.of({"tokens": ids, "count": len(ids), "max_model_len": 512})
+        if path == "/detokenize":
+            return Reply.of({"prompt": tokenizer.decode(body["tokens"])})
+        return Reply.of({"error": "it scores nothing"}, status=404)
+
+    return answer
+
+
+async def by_orchestrator(url):
+    """Ask for two rollouts at once, as prime-rl does, by its openai client."""
+    requests = Requests()
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client:
+        ask = [requests.score(client, "m3", [1, 2, 3], K, frozen=True) for _ in range(2)]
+        for result in await asyncio.gather(*ask, return_exceptions=True):
+            if not isinstance(result, openai.OpenAIError):
+                raise result
+
+
+async def by_trainer(url):
+    with contextlib.closing(Opened(url, "m3")) as scorer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer, "ServerScorer", lambda *_, **__: scorer)
+            trainer.Teachers([], K, False).frozen(Teacher(url, "m3", 1.0))
+
+
+class Opened(ServerScorer):
+    """A connection to a server whose list of models is known."""
+
+    window = 512
+
+    def _find(self, model):
+        return Card(model, model, self.window)
+
+
+@pytest.fixture(params=[by_orchestrator, by_trainer])
+def meet(request, monkeypatch, tmp_path):
+    """Return a function that meets a server for a student, with settings as the launcher's."""
+    wrapped(STUDENT).save_pretrained(tmp_path)
+    settings = AdapterSettings(loss=LOSS, k=K, student_tokenizer=str(tmp_path), seq_len=512)
+
+    def meeting(answer, window=512, **changed):
+        value = settings.model_copy(update=changed).to_env()[SWITCH]
+        monkeypatch.setenv(SWITCH, value)
+        monkeypatch.setattr(Opened, "window", window)
+        with serving(answer) as url:
+            asyncio.run(request.param(url))
+
+    return meeting
+
+
+def test_meeting_refuses_a_teacher_with_another_tokenizer(meet):
+    """Nobody has declared it, and its scores would look like any others."""
+    with pytest.raises(ValueError, match="other tokens than the student.*teacher_tokenizers"):
+        meet(reading_as(wrapped(TEACHER)))
+
+
+def test_meeting_asks_a_server_once(meet):
+    asked = []
+    meet(reading_as(wrapped(STUDENT), asked))
+    assert asked.count("/tokenize") == 3 and asked.count("/detokenize") == 1
+
+
+def test_meeting_names_a_window_below_the_runs_sequences(meet, capfd):
+    meet(reading_as(wrapped(STUDENT)))
+    said = capfd.readouterr().err
+    assert "reads at most 511 tokens" in said and "--max-model-len 513" in said
+    meet(reading_as(wrapped(STUDENT)), seq_len=511)
+    said = capfd.readouterr().err
+    assert "reads at most" not in said and "not compared" not in said
+
+
+def test_meeting_says_what_was_not_compared(meet, capfd):
+    """A server that does not tell, and processes that were started without the student's name."""
+    silent = reading_as(None)
+    meet(lambda path, body: silent("/else", body), window=None)
+    said = capfd.readouterr().err
+    assert "not compared" in said and "/tokenize" in said and "longest sequence" in said
+    meet(reading_as(wrapped(STUDENT)), student_tokenizer=None)
+    assert "student_tokenizer is None" in capfd.readouterr().err
