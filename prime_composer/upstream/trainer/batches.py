@@ -197,7 +197,7 @@ class MicroBatch:
 
         Returns:
             Fields of our ``LossInputs`` that prime-rl's lack, by name. ``ref_logprobs`` are among
-            them where the trainer has asked the teachers.
+            them where the trainer has asked the teachers. And ``environment``, its name.
 
         Raises:
             ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
@@ -218,6 +218,7 @@ class MicroBatch:
         places = torch.arange(len(ids))
         columns = (ids, mask, torch.zeros_like(places), places)
         fields = {
+            "environment": self._tensors["env_names"][part.start],
             "token_ids": ids.to(device),
             # From v0.7 on, a token without a score has the weight 0, and is in this mask still.
             "sampled": SampledText(*(column.to(device) for column in columns)),

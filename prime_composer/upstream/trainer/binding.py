@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses.bound import Objective
+from prime_composer.losses.shared.metrics import DISTILLATION_KL, distillation_kl
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
@@ -75,24 +76,29 @@ class RegisteredLoss:
         fields = {"ref_logprobs": getattr(inputs, self.contract.ref_field)}
         if self._aligned is not None:
             fields |= self._aligned(inputs.trainer_logprobs)
-        ref_logprobs = fields["ref_logprobs"]
+        ref_logprobs, environment = fields["ref_logprobs"], fields.pop("environment", None)
         advantages = inputs.advantages
         if self.compares and not self.distils and advantages is not None:
             advantages = advantages.masked_fill(advantages == NO_ADVANTAGE, 0.0)
         if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
-        out = self.objective(
-            LossInputs(
-                trainer_logprobs=inputs.trainer_logprobs,
-                inference_logprobs=inputs.inference_logprobs,
-                advantages=advantages,
-                loss_mask=inputs.loss_mask,
-                loss_weights=getattr(inputs, "loss_weights", None),
-                **fields,
-            )
+        own = LossInputs(
+            trainer_logprobs=inputs.trainer_logprobs,
+            inference_logprobs=inputs.inference_logprobs,
+            advantages=advantages,
+            loss_mask=inputs.loss_mask,
+            loss_weights=getattr(inputs, "loss_weights", None),
+            **fields,
         )
+        out = self.objective(own)
         # prime-rl averages all metrics alike: how ours are averaged is no use to it.
         metrics = {name: value.as_subclass(Tensor) for name, value in out.metrics.items()}
+        if self.compares and ref_logprobs is not None:
+            kl, compared = distillation_kl(own)
+            # By token, as prime-rl's mismatch_kl: its mean is then that of the step's tokens.
+            metrics[DISTILLATION_KL] = kl[compared]
+            if environment is not None:
+                metrics[f"{DISTILLATION_KL}/{environment}"] = kl[compared]
         return self._outputs(loss=out.loss, metrics=metrics)
 
     def rl_tokens(self, inputs: Any) -> Any:
