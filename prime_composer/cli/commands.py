@@ -198,7 +198,7 @@ def _teacher(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from prime_composer.upstream.versions.doctor import run_doctor
 
-    return run_doctor(args.road, args.json, args.source)
+    return run_doctor(args.road, args.json, args.source, args.verbose)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -426,6 +426,7 @@ DOCTOR = (
         "recipes as prime-rl's TOML; default: adapter",
     ),
     JSON,
+    option("-v", "--verbose", action="store_true", help="list also what fits, name by name"),
     option("--source", metavar="DIR", help="read this checkout of prime-rl instead"),
 )
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Option]]] = {

@@ -92,7 +92,7 @@ def newer_trainer(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("table", [{**SAMPLED, "dialect": "v0_7"}, {"type": "default"}])
-def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
+def test_setup_binds_a_loss_to_its_own_tokens(trainer, table, capfd):
     before = trainer.slot
     rl_loss = trainer.setup(**table)
     distils = table["type"] != "default"
@@ -105,6 +105,8 @@ def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
     shapes = {name: value.shape for name, value in out.metrics.items() if value.shape}
     assert shapes == ({"distillation/kl": (4,)} if distils else {})
     assert adapter().tally.calls[LOSS] == 1
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "registered" in line)
+    assert table["type"] in line and "v0." not in line  # head is no v0.7
 
 
 def test_setup_binds_a_loss_from_outside(trainer):

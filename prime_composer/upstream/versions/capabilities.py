@@ -88,12 +88,14 @@ class Finding:
         place: where it is; None where it is gone.
         misfits: what differs, nothing where it fits.
         note: what else there is to say of it.
+        never: the version is older than what was looked for.
     """
 
     capability: Capability
     place: Place | None
     misfits: tuple[str, ...] = ()
     note: str = ""
+    never: bool = False
 
     @property
     def verdict(self) -> str:

@@ -34,6 +34,10 @@ def of_checkout(folder: Path) -> list[Path]:
     Raises:
         ValueError: there is none.
     """
+    folder = folder.resolve()
+    if folder.name in ("src", PACKAGE):  # a part of a checkout, whose configs are elsewhere in it
+        whole = folder.parent if folder.name == "src" else folder.parent.parent
+        folder = whole if any(whole.glob(f"packages/*/src/{PACKAGE}")) else folder
     found = [
         path
         for pattern in (PACKAGE, f"src/{PACKAGE}", f"packages/*/src/{PACKAGE}")
