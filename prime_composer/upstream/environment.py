@@ -59,7 +59,8 @@ def data_settings(config: DataConfig) -> dict[str, Any]:
     changed = {key: value for key, value in values.items() if key in SETTINGS}
     if config.messages_key is not None:  # which implies another template than the default one
         changed["prompt_template"] = config.prompt_template
-    return {"source": config.source, **changed}
+    place = {"hub_id": config.hub_id, "hub_name": config.hub_name}
+    return {"source": config.source, **(place if config.source == "hub" else {}), **changed}
 
 
 def opening(problem: Problem, config: DataConfig) -> str | list[dict[str, str]]:

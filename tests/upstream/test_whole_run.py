@@ -319,8 +319,8 @@ def check_top_k(result, version):
     assert f"mismatch_kl/{environment}/mean" in {name for row in rows for name in row}
     common = first_value(rows, "distillation/kl/mean")
     assert first_value(rows, f"distillation/kl/{environment}/mean") == common
-    # The mass outside the teacher's top K counts by the tokens that were sampled of it.
-    assert common == pytest.approx(mean(expected["tail_kl_bfloat16"]), rel=0.5)
+    tokens = [value for sequence in expected["common_kl_bfloat16"] for value in sequence]
+    assert common == pytest.approx(mean(tokens), abs=2e-2)
     assert 0 < first_value(rows, "loss/mean") < 10
     assert first_value(rows, "optim/grad_norm") > 0
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}

@@ -1,7 +1,7 @@
 """Decide what a recipe's teachers and environments become in prime-rl."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,6 +78,12 @@ class Plan:
         """
         routing = Routing.of_recipe(recipe)
         distils = recipe.loss.compares_with_teacher
+        named = {"student": recipe.student.model}
+        if distils:
+            named |= {id_.table: teacher.model for id_, teacher in routing.teachers.items()}
+        refuse_unbuilt(
+            [table for table, name in named.items() if name is None and table not in models]
+        )
         return cls(
             recipe,
             version,
@@ -115,19 +121,18 @@ class Plan:
 
 
 def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:
-    """Return the name of an existing model, or the directory of a prepared one.
+    """Return the name of an existing model, or the directory of a prepared one."""
+    return str(models[table]) if name is None else name
 
-    Raises:
-        RecipeError: the model has not been built.
-    """
-    if name is not None:
-        return name
-    if table not in models:
+
+def refuse_unbuilt(tables: Sequence[str]) -> None:
+    """Refuse to export a recipe with models that have not been built, at the given tables."""
+    if tables:
         raise RecipeError(
-            f"[{table}.prepare] builds a model first: run `prime-rl prepare --config FILE`, "
-            f"then export again, or name an existing model with --set {table}.model=DIR"
+            f"{', '.join(f'[{table}.prepare]' for table in tables)}: builds models first. Run "
+            "`prime-composer prepare --config FILE`, then export again, or name existing models: "
+            f"{' '.join(f'--set {table}.model=DIR' for table in tables)}"
         )
-    return str(models[table])
 
 
 def v1_url(url: str) -> str:

@@ -385,7 +385,7 @@ def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | N
 def explain(findings: Sequence[Finding], where: object, remedy: str = "") -> str:
     """Return the text of an error: each misfit in a line of its own, and what still works."""
     lines = "\n".join(f"  {finding}" for finding in findings)
-    remedy = remedy or "`prime-rl doctor` says what works with it."
+    remedy = remedy or "`prime-composer doctor` says what works with it."
     return f"prime_composer does not fit this prime-rl ({where}):\n{lines}\n{remedy}"
 
 

@@ -1,4 +1,4 @@
-"""``prime-rl doctor``: does this package fit the prime-rl that is installed, and for which roads?
+"""``prime-composer doctor``: does this package fit the installed prime-rl, and for which roads?
 
 One static check of prime-rl's sources against ``capabilities``. Nothing of prime-rl is imported and
 no process is started. The launcher makes the same check before a run.
@@ -34,7 +34,7 @@ from prime_composer.upstream.versions.sources import Sources, installed, of_chec
 
 NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
-    "checkout: prime-rl doctor --source DIR"
+    "checkout: prime-composer doctor --source DIR"
 )
 INDENT = " " * 9
 """Below a capability's name."""
@@ -142,7 +142,7 @@ def _in_time(finding: Finding, version: Version) -> Finding:
 
 
 def table(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
-    """Return what ``prime-rl doctor`` prints: each road, what a run needs, what does not fit.
+    """Return what ``prime-composer doctor`` prints: each road, what a run needs, what does not fit.
 
     ``verbose`` adds each capability that fits.
     """
@@ -231,7 +231,7 @@ def _of_vllm(installed_version: str) -> str:
         return f"the scoring plugin knows 0.{first} to 0.{last}; teachers answer in JSON"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         return "VLLM_USE_V2_MODEL_RUNNER is set, and the scoring plugin needs runner V1: unset it"
-    return "the scoring plugin fits runner V1, which `prime-rl teacher` chooses"
+    return "the scoring plugin fits runner V1, which `prime-composer teacher` chooses"
 
 
 def run_doctor(road: str, json_output: bool, source: str | None, verbose: bool = False) -> int:
