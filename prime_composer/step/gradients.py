@@ -82,13 +82,7 @@ def accumulate_gradients(
 
 
 def kl_metrics(loss: Objective, inputs: LossInputs, parts: Sequence[str] = ()) -> dict[str, Mean]:
-    """Return ``distillation/kl``, and that of each of the parts.
-
-    Args:
-        loss: the loss of the inputs.
-        inputs: rollouts.
-        parts: name of each sequence's part.
-    """
+    """Return ``distillation/kl``, and that of each of the parts."""
     if not loss.config.compares_with_teacher or inputs.ref_logprobs is None:
         return {}
     kl, compared = distillation_kl(inputs)

@@ -35,15 +35,9 @@ always applies a chat template.
 
 
 def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Problem]:
-    """Load the problems of one split.
+    """Load the problems of one split, "train" or "test".
 
-    Args:
-        config: which problems.
-        split: "train" or "test".
-        rows_of: only problems whose row names this teacher, "" for rows that name none. None: all.
-
-    Raises:
-        ValueError: as ``load_problems``, or the metric's library is missing.
+    ``rows_of``: only those whose row names this teacher, "" for rows that name none; None: all.
     """
     require_library(config.metric)
     train, held_out = load_problems(config)

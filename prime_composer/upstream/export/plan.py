@@ -63,19 +63,7 @@ class Plan:
         models: Mapping[str, Any],
         problems: ProblemSet | None = None,
     ) -> "Plan":
-        """Resolve a recipe.
-
-        Args:
-            recipe: the recipe.
-            version: the version of prime-rl.
-            models: directories of the models under ``[*.prepare]``, by table.
-            problems: the recipe's problems. None: loaded here, and only if rows name teachers.
-
-        Raises:
-            RecipeError: a model has not been built, a row names an unknown teacher, or two
-                environments would have the same name.
-            ValueError: the data cannot be read.
-        """
+        """Resolve a recipe."""
         routing = Routing.of_recipe(recipe)
         distils = recipe.loss.compares_with_teacher
         named = {"student": recipe.student.model}
@@ -168,15 +156,6 @@ def split_environments(
 
     prime-rl assigns teachers to environments. So an environment whose rows name teachers becomes
     one environment per teacher.
-
-    Args:
-        sources: the recipe's environments by name.
-        routing: its teachers; None without distillation.
-        problems: its problems; None: loaded here if needed.
-
-    Raises:
-        RecipeError: a row names an unknown teacher, or two environments would have the same name.
-        ValueError: the data cannot be read.
     """
     sources = {name: source for name, source in sources.items() if source.trains}
     if routing is None:

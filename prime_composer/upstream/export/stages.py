@@ -30,17 +30,7 @@ def write_stages(
     output: str | None,
     force: bool = False,
 ) -> int:
-    """Write the files of a recipe's stages into a folder, and print how they run. Return 0.
-
-    Args:
-        recipes: of each stage.
-        dialect: a version of prime-rl.
-        models: directories of prepared models, by table.
-        problems: the recipe's problems.
-        source: the recipe's file, which names the run directory where the recipe does not.
-        output: the folder.
-        force: whether its files are overwritten.
-    """
+    """Write the files of a recipe's stages into a folder, and print how they run. Return 0."""
     if output is None:
         raise RecipeError(
             "--output: a recipe with [[stages]] becomes a file for each; name the folder for them"
@@ -74,9 +64,6 @@ def export_stages(
     """Return the export of each stage, and the commands that run them.
 
     ``name`` is that of the run directory in ``outputs/``, and ``files`` are those of the exports.
-
-    Raises:
-        RecipeError: a stage cannot be exported.
     """
     if recipes[0].student.lora is not None:
         raise RecipeError(

@@ -67,11 +67,7 @@ class RegisteredLoss:
         return f"[{self.objective.section}] type = {self.objective.config.type!r}"
 
     def __call__(self, inputs: Any) -> Any:
-        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``.
-
-        Raises:
-            ValueError: the teacher's log-prob of a token that trains is none.
-        """
+        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``."""
         self._called()
         fields = {"ref_logprobs": getattr(inputs, self.contract.ref_field)}
         if self._aligned is not None:
@@ -104,9 +100,8 @@ class RegisteredLoss:
     def rl_tokens(self, inputs: Any) -> Any:
         """Return the loss of one sequence of rl tokens, where ``[trainer.loss]`` names this loss.
 
-        Raises:
-            ValueError: rl tokens reached a loss that compares with a teacher. Where a run has both
-                kinds, prime-rl fills the teacher's log-probs of rl tokens in a shared bin with 0.0.
+        One that compares with a teacher is refused: in a bin of both kinds, prime-rl fills the
+        teacher's log-probs of rl tokens with 0.0.
         """
         unscored = self.distils and self.contract.separates_kinds
         if unscored and bool(inputs.loss_mask.any()):  # batches of padding come here too
@@ -119,11 +114,7 @@ class RegisteredLoss:
         return self(inputs)
 
     def no_distillation_tokens(self, inputs: Any) -> Any:
-        """Refuse distillation tokens, where the loss reads a teacher for rl tokens.
-
-        Raises:
-            ValueError: the orchestrator runs without the adapter.
-        """
+        """Refuse distillation tokens, where the loss reads a teacher for rl tokens."""
         raise ValueError(
             f"{self.label} reads rewards and a teacher for the same tokens, and the orchestrator "
             "sends tokens for prime-rl's own distillation: it runs without the adapter. "
@@ -144,11 +135,6 @@ class RegisteredLoss:
         Args:
             batches: the micro-batches.
             step: number of the batch in this process, at least 1.
-
-        Raises:
-            RuntimeError: no token has come on any rank in the first batch (in a run that may have
-                tokens of another loss, in the first ten). Or the orchestrator runs without the
-                adapter, and this run's teachers are mixed.
         """
         tokens = [self.tokens_in(tensors) for tensors in batches]
         if not self.seen:

@@ -103,11 +103,7 @@ def fits(capability: Capability) -> bool:
 
 
 def require(road: str) -> None:
-    """Check before a run that a road works with the importable prime-rl, if there is one.
-
-    Raises:
-        UnknownSurface: it does not; the message says what differs, and what still works.
-    """
+    """Check before a run that a road works with the importable prime-rl, if there is one."""
     report = examine_installed()
     if report is not None and (misfits := report.misfits(road)):
         raise UnknownSurface(explain(misfits, report.place, still_works(report)))
@@ -235,11 +231,7 @@ def _of_vllm(installed_version: str) -> str:
 
 
 def run_doctor(road: str, json_output: bool, source: str | None, verbose: bool = False) -> int:
-    """Print the table. The exit status is 1 where the road does not work.
-
-    Raises:
-        ValueError: there is no prime-rl to read.
-    """
+    """Print the table. The exit status is 1 where the road does not work."""
     report = examine_folders(of_checkout(Path(source))) if source else examine_installed()
     if report is None:
         raise ValueError(NOT_INSTALLED)
