@@ -259,7 +259,7 @@ def test_prime_rls_own_launcher_asks_the_doctor(misfit):
 @pytest.mark.parametrize(
     "version,runner,expected",
     [
-        ("0.29.0", None, "fits runner V1, which `prime-rl teacher` chooses"),
+        ("0.29.0", None, "fits runner V1, which `prime-composer teacher` chooses"),
         ("0.29.1.dev3+cu13", "0", "fits runner V1"),
         ("0.32.0", "1", "needs runner V1: unset it"),
         ("0.25.1", None, "knows 0.26 to 0.32; teachers answer in JSON"),

@@ -424,7 +424,7 @@ def test_v0_6_is_refused_by_its_missing_messages():
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
-        pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-rl teacher"),
+        pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-composer teacher"),
     ):
         scored(of_v0_7, url, conversation(student, "ab"))
 
