@@ -40,7 +40,10 @@ TESTS = {
         "tests/parity/test_read.py",
     ],
     "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
-    "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
+    "losses/shared/metrics.py": [
+        LOSSES + "test_support_losses.py",
+        LOSSES + "test_distillation_kl.py",
+    ],
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
