@@ -37,11 +37,11 @@ def block_with(text: str) -> str:
 
 
 def commands() -> list[str]:
-    """Every ``prime-rl`` command line, in code blocks and between backticks."""
+    """Every command line of the program, in code blocks and between backticks."""
     lines = [line for block in code_blocks() for line in block.splitlines()]
     lines += re.findall(r"`([^`\n]+)`", prose())
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [part for part in parts if part.startswith("prime-rl ")]
+    return [part for part in parts if part.startswith(("prime-rl ", "prime-composer "))]
 
 
 def paths() -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_composer.cli.islands import options as islands
 from prime_composer.cli.machine import choose_engine, set_environment
-from prime_composer.cli.program import Program, in_short, program, version
+from prime_composer.cli.program import Program, as_called, in_short, program, version
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = explain(error)
             if message is None or sys.flags.dev_mode:
                 raise
-            print(f"{program()} {args.command}: {message}", file=sys.stderr)
+            print(as_called(f"{program()} {args.command}: {message}"), file=sys.stderr)
             return 2
 
 
@@ -208,7 +208,7 @@ def _teacher(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from prime_composer.upstream.versions.doctor import run_doctor
 
-    return run_doctor(args.road, args.json, args.source)
+    return run_doctor(args.road, args.json, args.source, args.verbose)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -227,7 +227,11 @@ def _export(args: argparse.Namespace) -> int:
     warn_of_paths(recipe)
     if later:
         source = Path(args.config)
-        return write_stages([recipe, *later], args.dialect, models, problems, source, args.output)
+        return write_stages(
+            [recipe, *later], args.dialect, models, problems, source, args.output, args.force
+        )
+    if recipe.output_dir is None:  # that of `rl --engine prime-rl`
+        recipe = recipe.model_copy(update={"output_dir": f"outputs/{Path(args.config).stem}"})
     export = export_recipe(recipe, args.dialect, models, problems)
     export.warn()
     text = export.text()
@@ -237,10 +241,10 @@ def _export(args: argparse.Namespace) -> int:
         print(public_url(text), end="")
         return 0
     try:
-        write_text(Path(args.output), text, replace=False)
+        write_text(Path(args.output), text, replace=args.force)
     except FileExistsError:
         raise ValueError(
-            f"{args.output} exists and was left as it is; name another --output, or remove it"
+            f"{args.output} exists and was left as it is; name another --output, or add --force"
         ) from None
     print(f"wrote {args.output}; run it with: PRIME_COMPOSER=1 rl @ {args.output}")
     return 0
@@ -387,6 +391,7 @@ EXPORT = (
         "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
     ),
     option("--output", metavar="FILE", help="where to; default: standard output"),
+    option("--force", action="store_true", help="overwrite the file of --output"),
     OVERRIDES,
 )
 PREPARE = (
@@ -439,6 +444,7 @@ DOCTOR = (
         "recipes as prime-rl's TOML; default: adapter",
     ),
     JSON,
+    option("-v", "--verbose", action="store_true", help="list also what fits, name by name"),
     option("--source", metavar="DIR", help="read this checkout of prime-rl instead"),
 )
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Option]]] = {

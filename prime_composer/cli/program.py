@@ -30,6 +30,12 @@ def program() -> str:
     return NAMES[0]
 
 
+def as_called(text: str) -> str:
+    """Return a message with the command lines in it as the user starts this program."""
+    names, commands = "|".join(NAMES), "|".join(each for task in TASKS.values() for each in task)
+    return re.sub(rf"\b(?:{names}) (?=(?:{commands})\b)", f"{program()} ", text)
+
+
 def version() -> str:
     """Return the version of the installed package; a checkout on PYTHONPATH alone has none."""
     try:

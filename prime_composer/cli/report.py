@@ -40,7 +40,7 @@ SHARES = {
     "of the tokens": ("rollout/token_share", percent),
     "of the weights": ("rollout/weight_share", percent),
     "of the gradient": ("rollout/gradient_share", percent),
-    "KL to the teacher, nats": ("rollout/kl", number),
+    "KL to the teacher, nats": ("distillation/kl", number),
 }
 """Column of a report -> what a step measures of each environment, and how it is shown."""
 

@@ -140,13 +140,13 @@ class Collector:
         self.metrics |= scored.metrics
         of_teacher = self.engine.reward_scale is None
         self.metrics |= end_metrics(scored.samples, of_teacher)
-        self.metrics |= share_metrics(scored.samples, of_teacher)
+        self.metrics |= share_metrics(scored.samples)
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:
             self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
             self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
-        return Batch(scored.samples, pairs, self.rollout.temperature)
+        return Batch(scored.samples, pairs, self.rollout.temperature, of_teacher)
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:

@@ -20,7 +20,7 @@ PROVIDERS: dict[Host, str] = {
 """Who provides the inputs, by host: who calls a loss, the one-machine engine, prime-rl, trl."""
 
 START_ADAPTER = (
-    "Start the run with the adapter: `prime-rl rl --config FILE --engine prime-rl`, or "
+    "Start the run with the adapter: `prime-composer rl --config FILE --engine prime-rl`, or "
     "PRIME_COMPOSER=1 in front of prime-rl's own `rl @ FILE`."
 )
 _ADD_TEACHER = "Remedy: add a [teacher] table, or several [teachers.*]."
@@ -29,7 +29,7 @@ _NO_PAIRS = (
     "prime-rl gives a loss one sequence at a time, and no field ties two of them together into a "
     f"preference pair. Set the replay channel's weight to 0, {_RUN_LOCALLY}"
 )
-_ONE_MACHINE_HAS_IT = "prime-rl rl --config RECIPE provides it."
+_ONE_MACHINE_HAS_IT = "prime-composer rl --config RECIPE provides it."
 
 
 NEEDS: dict[str, dict[Host, str]] = {
@@ -43,7 +43,7 @@ NEEDS: dict[str, dict[Host, str]] = {
         "prime_rl": START_ADAPTER,
     },
     "hidden_states": {
-        "call": "Configure a [teacher] on this machine, or one that prime-rl teacher serves; or "
+        "call": "Configure a [teacher] on this machine, or serve one by prime-composer teacher; or "
         "set k to a number.",
         "recipe": _ADD_TEACHER,
         "prime_rl": START_ADAPTER,

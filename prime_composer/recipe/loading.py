@@ -8,6 +8,7 @@ from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from prime_composer.extras import checkout, installed_from
 from prime_composer.losses import LossConfig, loss_type
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.carried import models_in
@@ -79,7 +80,10 @@ def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[s
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such {what}. The shipped ones are in {shipped}.") from None
+        home = checkout() or installed_from() or Path("the repository")
+        raise RecipeError(
+            f"{path}: no such {what}. The shipped ones are in {home / shipped}."
+        ) from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except RecursionError:

@@ -69,5 +69,5 @@ def out_of_vocabulary(origin: str, answer: str) -> str:
     return (
         f"{origin} lacks an id of the sequence, which the student's wider head may sample, and "
         "without the scoring plugin the size of its head is not known: start it with "
-        f"prime-rl teacher. Its answer: {answer}"
+        f"prime-composer teacher. Its answer: {answer}"
     )

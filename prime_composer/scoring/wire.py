@@ -41,7 +41,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 WITHOUT_PLUGIN = (
     "scoring plugin and answers in JSON, which is several times slower for K of 8 and more; "
-    "`prime-rl teacher` starts a server with it"
+    "`prime-composer teacher` starts a server with it"
 )
 """End of the sentence in which a client says that a server has or had no plugin."""
 

@@ -1,13 +1,11 @@
 """Weights of a step's samples by the loss's balance, and what each of its parts is of the step."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from prime_composer.contract import given
 from prime_composer.losses.shared.balance import Balance
-from prime_composer.step.batch import Sample, trained_logprobs
-from prime_composer.step.collapse import is_own
+from prime_composer.step.batch import Sample
 
 
 def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
@@ -20,17 +18,11 @@ def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
     return [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
 
 
-def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:
+def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return what each part is of a step (``parts_of``); nothing where the step has only one.
 
     - ``rollout/token_share/NAME``: its share of the trained tokens.
     - ``rollout/weight_share/NAME``: the same of the weights by the loss's ``balance``.
-    - ``rollout/kl/NAME``: mean of log mu - log q over the student's own tokens, in nats. Its
-      expectation is the reverse KL to the teacher of the policy that samples.
-
-    Args:
-        samples: all of the step.
-        of_teacher: the scores are a teacher's log-probs, and not extrapolated ones.
     """
     names = parts_of(samples)
     if len(set(names)) < 2:
@@ -42,14 +34,7 @@ def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[st
             given(sample.weight) * count for sample, count in zip(samples, tokens, strict=True)
         ]
         metrics |= shares("rollout/weight_share", names, weights)
-    gaps = dict.fromkeys(names, 0.0)
-    counts = Counter[str]()
-    for sample, name, count in zip(samples, names, tokens, strict=True):
-        if of_teacher and sample.scores is not None and is_own(sample):
-            log_mu = sample.rollout.inference_logprobs[sample.rollout.loss_mask]
-            gaps[name] += float((log_mu - trained_logprobs(sample)).sum())
-            counts[name] += count
-    return metrics | {f"rollout/kl/{name}": gaps[name] / count for name, count in counts.items()}
+    return metrics
 
 
 def parts_of(samples: Sequence[Sample]) -> list[str]:

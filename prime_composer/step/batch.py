@@ -95,12 +95,14 @@ class Pair:
 class Batch:
     """The rollouts of one step that train, and the preference pairs of the replay channel.
 
-    ``temperature`` is that with which the student sampled.
+    ``temperature`` is that with which the student sampled. ``of_teacher``: the scores are a
+    teacher's log-probs, and not extrapolated ones.
     """
 
     samples: Sequence[Sample]
     pairs: Sequence[Pair] = ()
     temperature: float = 1.0
+    of_teacher: bool = True
 
     @cached_property
     def tokens(self) -> int:

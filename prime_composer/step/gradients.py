@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, given
 from prime_composer.losses.bound import Objective, setup_loss_fn
+from prime_composer.losses.shared.metrics import DISTILLATION_KL, distillation_kl, token_mean
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.balance import parts_of, shares
@@ -28,12 +29,14 @@ class MicroBatch:
     """Inputs of one forward, whose graph leads to the model's parameters.
 
     ``tokens`` is 0 in a micro-batch of preference pairs, and ``pairs`` in one of rollouts.
+    ``parts`` has the part of the step that each rollout is of (``parts_of``).
     """
 
     inputs: LossInputs
     names: Sequence[str]
     tokens: int = 0
     pairs: int = 0
+    parts: Sequence[str] = ()
 
 
 def accumulate_gradients(
@@ -58,6 +61,7 @@ def accumulate_gradients(
     divisor = divisor_of(loss, batch)
     loss_sum = torch.zeros(())
     averages = MetricAverages()
+    divided = len(set(parts_of(batch.samples))) > 1
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
         if mismatch is not None and micro_batch.tokens:
             mismatch.add(micro_batch.inputs)
@@ -66,10 +70,27 @@ def accumulate_gradients(
             raise NonFiniteLoss(describe_non_finite(loss, micro_batch, outputs, step))
         (outputs.loss / divisor).backward()
         loss_sum = loss_sum + outputs.loss.detach()
-        averages.add(outputs.metrics, micro_batch.tokens, micro_batch.pairs)
+        metrics = outputs.metrics
+        if micro_batch.tokens and batch.of_teacher:
+            parts = micro_batch.parts if divided else ()
+            series = kl_metrics(loss, micro_batch.inputs, parts)
+            metrics = metrics | {name: mean for name, mean in series.items() if mean.count}
+        averages.add(metrics, micro_batch.tokens, micro_batch.pairs)
     if averages.empty:
         return {}
     return {"loss": float(loss_sum) / divisor} | averages.result()
+
+
+def kl_metrics(loss: Objective, inputs: LossInputs, parts: Sequence[str] = ()) -> dict[str, Mean]:
+    """Return ``distillation/kl``, and that of each of the parts."""
+    if not loss.config.compares_with_teacher or inputs.ref_logprobs is None:
+        return {}
+    kl, compared = distillation_kl(inputs)
+    masks = {DISTILLATION_KL: compared}
+    for name in dict.fromkeys(parts):
+        own = torch.tensor([part == name for part in parts], device=kl.device)
+        masks[f"{DISTILLATION_KL}/{name}"] = compared & own[given(inputs.segment_ids)]
+    return {name: Mean(token_mean(kl, mask), mask.sum()) for name, mask in masks.items()}
 
 
 def divisor_of(loss: Objective, batch: Batch) -> float:
@@ -177,7 +198,8 @@ def prepare_micro_batches(
         if with_replay:
             inputs.replay = empty_pack(inputs)
         names = [f"rollout {i}" for i in indices]
-        yield MicroBatch(inputs, names, tokens=inputs.loss_mask.shape[0])
+        parts = parts_of(samples)
+        yield MicroBatch(inputs, names, tokens=inputs.loss_mask.shape[0], parts=parts)
     if not with_replay:
         return
     lengths = [pair.length for pair in batch.pairs]

@@ -38,6 +38,6 @@ def check_states(
         f"{origins} gave a hidden state at position {place(row)}. With the output head its token "
         f"has log-prob {float(computed[row]):.6g}, and the server's own is {float(own[row]):.6g} "
         f"(at most {limit:g} apart). States and head are not of one model, so this step is not "
-        "trained. Start the server anew with prime-rl teacher, leave `head` out of the teacher's "
-        "table, and resume."
+        "trained. Start the server anew with prime-composer teacher, leave `head` out of the "
+        "teacher's table, and resume."
     )

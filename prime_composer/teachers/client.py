@@ -272,7 +272,7 @@ class TeacherClient:
             if hidden or not kind.in_json:
                 raise self._transport.error(
                     f"{self._transport.origin} has no scoring plugin, which {what} need; start it "
-                    'with prime-rl teacher, or set k to a number and chosen_by = "teacher".'
+                    'with prime-composer teacher, or set k to a number and chosen_by = "teacher".'
                 )
         elif kind.name not in self.facts.kinds:
             raise self._transport.error(
@@ -341,7 +341,7 @@ class TeacherClient:
                 if head is not None or beside is not None or not kind.in_json:
                     raise self._transport.error(
                         f"{self._transport.origin} lost its scoring plugin: it was started again "
-                        "without it. Start it as it was, with `prime-rl teacher`."
+                        "without it. Start it as it was, with `prime-composer teacher`."
                     ) from refusal
                 self.go_without_plugin()
         return await self._score_json(sequence, k)

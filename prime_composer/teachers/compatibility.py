@@ -236,7 +236,7 @@ def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
         raise PreflightError(
             f"eval.kl_support = 'full' with a student's head of {vocab_size} entries and a "
             f"teacher's of {size} compares hidden states, which the teacher's server gives with "
-            "the scoring plugin: start it with prime-rl teacher, or set eval.kl_support to a "
+            "the scoring plugin: start it with prime-composer teacher, or set eval.kl_support to a "
             "number."
         )
 

@@ -238,7 +238,7 @@ class OwnTokenizerScorer:
             raise PreflightError(
                 f'The teacher\'s server has no scoring plugin, and tokenizer = "own" reads {READ} '
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
-                "`prime-rl teacher`."
+                "`prime-composer teacher`."
             )
         prompts = self.prompts
         assert isinstance(prompts, TeacherPrompts)

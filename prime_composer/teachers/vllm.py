@@ -132,7 +132,7 @@ class VLLMScorer:
         if len(heads) > 1:
             raise ValueError(
                 f"The engine of {self._engine.model} has its output head in {len(heads)} parts; "
-                'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
+                'serve it with `prime-composer teacher`, or set k to a number instead of "full".'
             )
         (head,) = heads
         return teacher_head(

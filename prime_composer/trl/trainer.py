@@ -24,6 +24,7 @@ from prime_composer.step.gradients import (
     MicroBatch,
     NonFiniteLoss,
     describe_non_finite,
+    kl_metrics,
 )
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.compatibility import check_ids
@@ -222,7 +223,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             micro_batch = MicroBatch(own, [f"row {row}" for row in range(len(samples))], tokens)
             step = self.state.global_step + 1
             raise NonFiniteLoss(describe_non_finite(self.loss_fn, micro_batch, outputs, step))
-        return outputs.loss, tokens, outputs.metrics
+        return outputs.loss, tokens, outputs.metrics | kl_metrics(self.loss_fn, own)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log trl's metrics and the loss's own, under their names.

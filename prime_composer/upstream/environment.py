@@ -35,15 +35,9 @@ always applies a chat template.
 
 
 def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Problem]:
-    """Load the problems of one split.
+    """Load the problems of one split, "train" or "test".
 
-    Args:
-        config: which problems.
-        split: "train" or "test".
-        rows_of: only problems whose row names this teacher, "" for rows that name none. None: all.
-
-    Raises:
-        ValueError: as ``load_problems``, or the metric's library is missing.
+    ``rows_of``: only those whose row names this teacher, "" for rows that name none; None: all.
     """
     require_library(config.metric)
     train, held_out = load_problems(config)
@@ -59,7 +53,8 @@ def data_settings(config: DataConfig) -> dict[str, Any]:
     changed = {key: value for key, value in values.items() if key in SETTINGS}
     if config.messages_key is not None:  # which implies another template than the default one
         changed["prompt_template"] = config.prompt_template
-    return {"source": config.source, **changed}
+    place = {"hub_id": config.hub_id, "hub_name": config.hub_name}
+    return {"source": config.source, **(place if config.source == "hub" else {}), **changed}
 
 
 def opening(problem: Problem, config: DataConfig) -> str | list[dict[str, str]]:

@@ -196,9 +196,9 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
 
 
 def placeholders(models: Mapping[str, ModelConfig]) -> dict[str, Any]:
-    """Return a word in the place of each model that ``prime-rl prepare`` would build, by table."""
+    """Return a word in the place of each model that is built first, by table."""
     return {
-        table: f"<built by prime-rl prepare: {table}>"
+        table: f"<built by prime-composer prepare: {table}>"
         for table, model in models.items()
         if model.prepare is not None
     }

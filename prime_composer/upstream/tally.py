@@ -10,7 +10,7 @@ This module uses the standard library alone.
 
 from collections import Counter
 
-DOCTOR = "`prime-rl doctor` says what differs, and what works with it."
+DOCTOR = "`prime-composer doctor` says what differs, and what works with it."
 """The remedy for a prime-rl that goes past a hook."""
 
 

@@ -300,8 +300,15 @@ def test_export_writes_a_new_file_and_names_the_dialects(cli: Cli, tmp_path: Pat
     assert native["trainer"]["loss"]["import_path"] == "prime_composer.upstream.loss_fn"
     assert native["trainer"]["loss"]["kwargs"]["type"] == "topk_reverse_kl"
     done = cli(*words, "v0.6")
-    assert done.returncode == 2 and "exists and was left as it is" in done.stderr
+    assert done.returncode == 2 and "--force" in done.stderr
     assert tomllib.loads(path.read_text()) == native
+    assert cli(*words, "v0.6", "--force").returncode == 0
+    old = tomllib.loads(path.read_text())
+    assert old["orchestrator"]["training_mode"] == "opd"
+    # As `rl --engine prime-rl` names it, in each version's own way.
+    name = Path(RECIPE).stem
+    assert native["output_dir"] == "outputs" and native["run"]["name"] == name
+    assert old["output_dir"] == f"outputs/{name}"
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])

@@ -350,7 +350,7 @@ def test_report_shows_what_an_environment_was_of_a_step(
         {"step": step, "eval/accuracy": 0.5}
         | {f"rollout/token_share/{name}": tokens for name, tokens, _, _ in shares}
         | {f"rollout/gradient_share/{name}": part for name, _, part, _ in shares if step == 4}
-        | {f"rollout/kl/{name}": kl / step for name, _, _, kl in shares}
+        | {f"distillation/kl/{name}": kl / step for name, _, _, kl in shares}
         for step in (2, 4)
     ]
     records.insert(0, {"step": 0, "eval/accuracy": 0.25})

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from prime_composer.cli import program as program_module
 from prime_composer.cli.commands import COMMANDS, build_parser, main
-from prime_composer.cli.program import NAMES, TASKS, program
+from prime_composer.cli.program import NAMES, TASKS, as_called, program
 from tests.fork_server import REPO
 
 LIGHT = """
@@ -85,6 +86,34 @@ def test_both_names_are_installed_and_shown(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(sys, "argv", [typed])
         assert program() == shown
         assert build_parser().format_usage().startswith(f"usage: {shown} ")
+
+
+@pytest.mark.parametrize("typed", NAMES)
+def test_messages_have_the_name_that_was_typed(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the command lines within them, whichever of both the code has; prime-rl stays itself."""
+    monkeypatch.setattr(sys, "argv", [f"/venv/bin/{typed}"])
+    recipe = str(REPO / "recipes" / "gsm8k_opd.toml")
+    words = ["export", recipe, "--dialect", "head", "--set", "student.prepare.seed=987"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{typed} export: ") and f"{typed} prepare --config" in said
+    other = (
+        "prime-rl teacher and prime-composer rl --engine prime-rl: prime-rl's trainer, rl @ FILE"
+    )
+    assert as_called(other) == (
+        f"{typed} teacher and {typed} rl --engine prime-rl: prime-rl's trainer, rl @ FILE"
+    )
+
+
+def test_rooms_of_prime_rl_name_the_other_command() -> None:
+    """A user there reports `prime-rl doctor` to PRIME-RL."""
+    commands = "|".join(each for task in TASKS.values() for each in task if each != "check")
+    for path in sorted((REPO / "prime_composer" / "upstream").rglob("*")):
+        if path.suffix in (".py", ".md"):
+            found = re.findall(rf"\bprime-rl (?:{commands})\b[^\n]*", path.read_text())
+            assert found == [], path
 
 
 def test_module_runs_as_the_program() -> None:

@@ -241,7 +241,7 @@ def test_teacher_without_the_plugin_is_refused_for_states(
     """JSON has no hidden states: nothing is trained, and the remedy is named."""
     with pytest.raises(ServerError, match="no scoring plugin, which hidden") as refused:
         run(by_hidden_states[0], tmp_path / "run")
-    assert rig.teacher.url in str(refused.value) and "prime-rl teacher" in str(refused.value)
+    assert rig.teacher.url in str(refused.value) and "prime-composer teacher" in str(refused.value)
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_balanced_step_weights_its_environments_alike(tmp_path: Path) -> None:
     assert sum(gradients) == pytest.approx(1) and min(gradients) > 0
     assert balanced["rollout/weight_share/chains"] == pytest.approx(0.75)
     assert "rollout/weight_share/chains" not in plain
-    assert balanced["rollout/kl/sums"] == plain["rollout/kl/sums"]
+    assert balanced["distillation/kl/sums"] == plain["distillation/kl/sums"]
     assert balanced["loss"] != plain["loss"]
 
 

@@ -40,7 +40,10 @@ TESTS = {
         "tests/parity/test_read.py",
     ],
     "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
-    "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
+    "losses/shared/metrics.py": [
+        LOSSES + "test_support_losses.py",
+        LOSSES + "test_distillation_kl.py",
+    ],
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
@@ -598,11 +601,13 @@ MUTANTS: dict[str, Mutant] = {
     "balance in place of other weights": mutant(
         BALANCE, "Balance.apply", ("weights * inputs.loss_weights", "weights")
     ),
-    "KL of an environment with given answers": mutant(
-        "step/balance.py", "share_metrics", (
-            "of_teacher and sample.scores is not None and is_own(sample)",
-            "sample.scores is not None",
+    "distillation/kl of given answers": mutant(
+        "losses/shared/metrics.py", "distillation_kl", (
+            "inputs.loss_mask & ~inputs.inference_logprobs.isnan()", "inputs.loss_mask",
         ),
+    ),
+    "distillation/kl that counts the sampled token twice": mutant(
+        "losses/shared/metrics.py", "distillation_kl", ("torch.where(within, 0.0, kl)", "kl")
     ),
     # a student that collapses
     "repetition across sequences": mutant(

@@ -234,7 +234,7 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
     with serving(answer) as url, closing(ServerScorer(url)) as scorer:
         own = over(scorer)[0]
         own.prompts = SimpleNamespace(teacher=teacher)
-        with pytest.raises(PreflightError, match="no scoring plugin.*prime-rl teacher"):
+        with pytest.raises(PreflightError, match="no scoring plugin.*prime-composer teacher"):
             own.check([], 8, "error")
 
 

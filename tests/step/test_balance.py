@@ -62,23 +62,66 @@ def test_balanced_gradient_is_that_of_a_mean_of_means(
 
 
 def test_shares_of_a_step_are_counted_by_environment() -> None:
-    """By hand; the KL is that of the student's own tokens that a teacher scored."""
-    samples = balanced(samples_of(), Balance(weights={"a": 3.0}))
-    given = replace(samples[3].rollout, inference_logprobs=torch.full((5,), torch.nan))
-    samples[3] = replace(samples[3], rollout=given)
-    metrics = share_metrics(samples)
-    mu = [one.rollout.inference_logprobs[one.rollout.loss_mask] for one in samples]
-    gaps = [m - one.scores.ref_logprobs for m, one in zip(mu, samples, strict=True)]
+    """By hand."""
+    metrics = share_metrics(balanced(samples_of(), Balance(weights={"a": 3.0})))
     assert metrics == pytest.approx(
         {
             "rollout/token_share/a": 5 / 19,
             "rollout/token_share/b": 14 / 19,
             "rollout/weight_share/a": 0.75,
             "rollout/weight_share/b": 0.25,
-            "rollout/kl/a": float(gaps[0].mean()),
-            "rollout/kl/b": float(torch.cat(gaps[1:3]).mean()),
         }
     )
+
+
+@pytest.mark.parametrize("name", ["topk_forward_kl", "generalized_jsd"])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 1000])
+def test_kl_of_a_step_is_measured_by_environment(
+    student: tuple[Any, Any], name: str, micro_batch_tokens: int
+) -> None:
+    """In float64 from the student's logits; of the student's own tokens, not of given ones."""
+    model = copy.deepcopy(student[0]).double()
+    samples = samples_of()
+    given = torch.full_like(samples[3].rollout.inference_logprobs, torch.nan)
+    samples[3] = replace(samples[3], rollout=replace(samples[3].rollout, inference_logprobs=given))
+    terms: dict[str, list[float]] = {"a": [], "b": []}
+    for one in samples[:3]:
+        with torch.no_grad():
+            log_p = model(one.rollout.token_ids[None]).logits[0, :-1].double().log_softmax(-1)
+        labels = one.rollout.token_ids[one.rollout.loss_mask].tolist()
+        for row, y in enumerate(labels):
+            p = log_p[one.rollout.loss_mask[1:]][row]
+            ids = one.scores.token_ids[row].tolist()
+            q = one.scores.teacher_logprobs[row].double().tolist()
+            value = sum(float(p[v].exp() * (p[v] - q[i])) for i, v in enumerate(ids))
+            outside = float(p[y] - one.scores.ref_logprobs[row].double())
+            terms[one.problem.environment].append(value + (0.0 if y in ids else outside))
+    config = LOSS_TYPES[name].model_validate({"k": 3})
+    trainer = TrainerConfig(steps=1, micro_batch_tokens=micro_batch_tokens)
+    metrics = accumulate_gradients(model, setup_loss_fn(config), Batch(samples), trainer, 1)
+    for name, own in terms.items():
+        assert metrics[f"distillation/kl/{name}"] == pytest.approx(sum(own) / len(own), rel=1e-6)
+    whole = sum(terms.values(), [])
+    assert metrics["distillation/kl"] == pytest.approx(sum(whole) / len(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("without", ["a teacher", "own tokens", "a teacher's numbers"])
+def test_kl_of_a_step_that_has_none_is_absent(student: tuple[Any, Any], without: str) -> None:
+    samples, of_teacher = samples_of(), without != "a teacher's numbers"
+    table: dict[str, Any] = {"type": "topk_reverse_kl", "k": 3}
+    if without == "own tokens":
+        nan = [torch.full_like(one.rollout.inference_logprobs, torch.nan) for one in samples]
+        samples = [
+            replace(one, rollout=replace(one.rollout, inference_logprobs=mu))
+            for one, mu in zip(samples, nan, strict=True)
+        ]
+    if without == "a teacher":
+        table = {"type": "sft"}
+    loss = setup_loss_fn(LOSS_TYPES[table["type"]].model_validate(table))
+    batch = Batch(samples, of_teacher=of_teacher)
+    model = copy.deepcopy(student[0])
+    metrics = accumulate_gradients(model, loss, batch, TrainerConfig(steps=1), 1)
+    assert metrics and not [name for name in metrics if name.startswith("distillation")]
 
 
 def test_shares_are_of_the_teachers_that_rows_name() -> None:
@@ -87,7 +130,7 @@ def test_shares_are_of_the_teachers_that_rows_name() -> None:
         replace(one, problem=replace(one.problem, environment="problems", teacher=teacher))
         for one, teacher in zip(samples_of(), teachers, strict=True)
     ]
-    metrics = share_metrics(samples, of_teacher=False)
+    metrics = share_metrics(samples)
     counts = [completion for _, completion in LENGTHS]
     by_name = {"math": counts[0] + counts[2], "code": counts[1], "problems": counts[3]}
     assert metrics == pytest.approx(
@@ -98,9 +141,7 @@ def test_shares_are_of_the_teachers_that_rows_name() -> None:
 def test_shares_of_a_single_environment_are_absent() -> None:
     samples = samples_of()
     assert share_metrics(samples[1:3]) == {} == share_metrics([])
-    unscored = share_metrics([replace(one, scores=None) for one in samples])
-    assert unscored.keys() == {"rollout/token_share/a", "rollout/token_share/b"}
-    assert share_metrics(samples, of_teacher=False) == unscored
+    assert share_metrics(samples).keys() == {"rollout/token_share/a", "rollout/token_share/b"}
 
 
 @pytest.mark.parametrize("knobs", [{}, {"balance": {"weights": {"a": 3.0}}}], ids=["", "balance"])

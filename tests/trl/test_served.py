@@ -51,7 +51,7 @@ def test_loss_beyond_top_k_needs_the_plugin(make_trainer, server, loss):
     if server.plugin:
         assert_as_in_process(make_trainer, server.url, loss)
     else:
-        with pytest.raises(ServerError, match="no scoring plugin.*prime-rl teacher"):
+        with pytest.raises(ServerError, match="no scoring plugin.*prime-composer teacher"):
             make_trainer(loss, teacher=server.url)
 
 

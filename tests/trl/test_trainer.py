@@ -13,6 +13,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.policy import students_choice
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.trl.batch import SCORES
@@ -325,6 +326,30 @@ def test_logged_metrics_are_means_over_steps(make_trainer):
     assert len(set(values)) == 3
     logged = trainer.state.log_history[0]["generalized_jsd/jsd"]
     assert logged == pytest.approx(sum(values) / 3, rel=1e-12)
+
+
+def test_losses_of_one_batch_have_the_same_kl(make_trainer, monkeypatch):
+    """Which is theirs in common: that of the student and of the teacher's top K, by hand."""
+    inputs = []
+
+    def noted(*args):
+        inputs.append(student_inputs(*args))
+        return inputs[-1]
+
+    monkeypatch.setattr("prime_composer.trl.trainer.student_inputs", noted)
+    logged = []
+    for name in ("reverse", "jsd"):
+        trainer = make_trainer(LOSSES[name])
+        with torch.no_grad():
+            _, tokens, metrics = trainer._summed_loss(trainer.model, sampled_batch(trainer))
+        logged.append(float(metrics["distillation/kl"]))
+        assert int(metrics["distillation/kl"].count) == tokens
+    own = inputs[-1]
+    p, q = own.support.student_logprobs.double(), own.support.teacher_logprobs.double()
+    outside = (own.support.token_ids != own.token_ids[:, None]).all(1)
+    rest = (own.trainer_logprobs - own.ref_logprobs).double()
+    expected = float(((p.exp() * (p - q)).sum(1) + rest * outside).mean())
+    assert logged == pytest.approx([expected, expected], rel=1e-6)
 
 
 def test_nan_of_a_student_ends_the_run(make_trainer):

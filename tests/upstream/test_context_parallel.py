@@ -76,6 +76,7 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
         "loss_mask": mask,
         "temperatures": torch.ones(1, N),
         "routed_experts": packed,
+        "env_names": ["sums"] * N,
     }
     adapter().begin(batch)
     if states:

@@ -111,13 +111,15 @@ def test_examine_a_function_that_nothing_calls_is_a_misfit():
     )
 
 
-def test_table_says_what_differs_and_which_roads_work(monkeypatch):
-    """One line per capability, its misfit below it, one line per road, and the verdict."""
+def test_table_has_the_roads_then_what_differs(monkeypatch):
+    """One line per road, then what does not fit with its misfit below it, and the verdict."""
     head = f"{HEAD}:FusedOutputLinear.forward"
     report = changed("head", **{head: "hidden_states labels mask", SAMPLES: None})
     monkeypatch.setattr(doctor, "environment", lambda: {"torch": "2.13.0"})
     lines = doctor.table(report, "adapter").splitlines()
-    assert lines[0] == "prime-rl in HERE"
+    assert lines[0] == "prime-rl in HERE, as head"
+    states = {line.split()[1]: line.split()[0] for line in lines[2:8]}
+    assert states == dict(zip(EVERY, ["works", "works", *["FAILS"] * 3, "works"], strict=True))
     index = next(i for i, line in enumerate(lines) if line.startswith("DIFFERS"))
     assert lines[index].split(maxsplit=1)[1].split("  ")[0] == "fused output head"
     assert lines[index + 1].strip() == (
@@ -125,12 +127,38 @@ def test_table_says_what_differs_and_which_roads_work(monkeypatch):
     )
     (gone,) = (line for line in lines if line.startswith("GONE"))
     assert "samples of a rollout" in gone
-    states = {line.split()[1]: line.split()[0] for line in lines if line.split()[1:2] != []}
-    assert [states[road] for road in EVERY] == ["works", "works", *["FAILS"] * 3, "works"]
+    assert not [line for line in lines if line.startswith("fits")]
     every = len(CAPABILITIES) + 1  # and the TOML
-    assert lines[-1] == f"{every - 2} of {every} fit. The road adapter does not work."
+    assert lines[-2] == f"{every - 2} of {every} fit. The road adapter does not work."
+    assert [name for name in ("v0.6", "v0.7", "v0.8", "559b4477") if name not in lines[-1]] == []
     assert "\033" not in "".join(lines) and "\033[31m" in doctor.table(report, "rl", color=True)
-    assert all(len(line) <= 105 for line in lines)
+    whole = doctor.table(report, "adapter", verbose=True).splitlines()
+    assert len([line for line in whole if line.startswith("fits")]) == every - 2
+    assert all(len(line) <= 105 for line in whole)
+
+
+def test_table_of_an_old_version_says_never_not_gone():
+    """v0.6 has one loss for all tokens of a run, and no newer version is any remedy to a user."""
+    report = doctor.examine(stand_in(recorded("v0.6")), "HERE")
+    for verbose in (False, True):
+        text = doctor.table(report, "adapter", verbose=verbose)
+        assert "GONE" not in text and "FAILS" not in text and "(not in v0.6)" in text
+        assert text.count("\nnever ") == 4 * verbose
+    assert report.working == [road for road in EVERY if road != "rl"]
+    assert doctor.as_json(report, "rl")["works"]["rl"] is False
+
+
+@pytest.mark.parametrize("part", ["src", "src/prime_rl"])
+def test_doctor_reads_the_checkout_of_a_part_of_it(tmp_path, capsys, monkeypatch, part):
+    """The config classes are in another folder of the checkout than the rest."""
+    source = write("head", tmp_path) / "src" / "prime_rl"
+    configs = tmp_path / "packages" / "prime-rl-configs" / "src" / "prime_rl"
+    configs.mkdir(parents=True)
+    (source / "configs").rename(configs / "configs")
+    assert main(["doctor", "--source", str(tmp_path / part)]) == 0
+    monkeypatch.chdir(tmp_path / part)
+    assert main(["doctor", "--source", "."]) == 0
+    assert "FAILS" not in capsys.readouterr().out
 
 
 def test_doctor_exit_status_follows_the_road(tmp_path, capsys):
@@ -182,7 +210,7 @@ def test_doctor_imports_neither_prime_rl_nor_torch(tmp_path):
         text=True,
     )
     assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
-    assert done.stdout.startswith(f"prime-rl in {tmp_path / 'src' / 'prime_rl'}\n")
+    assert done.stdout.startswith(f"prime-rl in {tmp_path / 'src' / 'prime_rl'}, as head\n")
 
 
 @pytest.fixture
@@ -200,7 +228,8 @@ def test_require_says_what_differs_and_what_still_works(misfit):
         "prime_composer does not fit this prime-rl (HERE):\n"
         "  fused output head: trainer.models.layers.lm_head:FusedOutputLinear.forward requires "
         "mask, which we do not know (costs adapter, full, rl)\n"
-        "The five lines in [trainer.loss] do fit (losses, slot). So does: export."
+        "The five lines in [trainer.loss] do fit (losses, slot). So does: export. All of it fits "
+        "prime-rl v0.6, v0.7, v0.8 or 559b4477."
     )
     doctor.require("slot")
 
@@ -230,7 +259,7 @@ def test_prime_rls_own_launcher_asks_the_doctor(misfit):
 @pytest.mark.parametrize(
     "version,runner,expected",
     [
-        ("0.29.0", None, "fits runner V1, which `prime-rl teacher` chooses"),
+        ("0.29.0", None, "fits runner V1, which `prime-composer teacher` chooses"),
         ("0.29.1.dev3+cu13", "0", "fits runner V1"),
         ("0.32.0", "1", "needs runner V1: unset it"),
         ("0.25.1", None, "knows 0.26 to 0.32; teachers answer in JSON"),

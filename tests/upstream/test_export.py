@@ -419,8 +419,8 @@ def test_export_of_the_whole_vocabulary_names_the_server(version):
     assert kwargs == {**WHOLE, "head_on": "cpu"}
     head = "\n".join(export.head)
     assert 'k = "full" reads hidden states' in head
-    assert "prime-rl teacher --model a/teacher --port 8001" in head
-    assert ("teacher/bin/prime-rl" in head) is (version in ("v0.6", "v0.7"))
+    assert "prime-composer teacher --model a/teacher --port 8001" in head
+    assert ("teacher/bin/prime-composer" in head) is (version in ("v0.6", "v0.7"))
     assert "    inference " not in head and "max-logprobs" not in head
 
 
@@ -431,7 +431,7 @@ def test_export_of_the_large_recipe_takes_full(version):
     loaded = load_recipe(REPO / "recipes" / "gsm8k_opd_qwen3.toml", overrides)
     export = export_recipe(loaded, version)
     assert export.table["trainer"]["loss"]["kwargs"]["k"] == "full"
-    assert any("prime-rl teacher --model" in line for line in export.head)
+    assert any("prime-composer teacher --model" in line for line in export.head)
 
 
 def test_export_writes_who_asks_the_teachers():
@@ -505,8 +505,11 @@ def test_export_v0_6_has_no_self_distillation():
 
 def test_export_prepared_model_has_to_be_built_first():
     parsed = load_recipe(REPO / "recipes" / "gsm8k_opd.toml")
-    with pytest.raises(RecipeError, match="prime-rl prepare"):
+    with pytest.raises(RecipeError, match="prime-composer prepare") as caught:
         export_recipe(parsed, "head")
+    assert "--set student.model=DIR --set teacher.model=DIR" in str(caught.value)
+    with pytest.raises(RecipeError, match=r"^\[teacher\.prepare\]:"):
+        export_recipe(parsed, "head", {"student": "/s"})
     assert export_recipe(parsed, "head", MODELS).table["model"]["name"] == "/s"
 
 
@@ -651,7 +654,7 @@ def test_head_has_the_command_of_a_teachers_server():
 def test_head_has_the_commands_of_a_faster_server(version):
     """v0.6 and v0.7 pin a vLLM without endpoint plugins: the server gets its own environment."""
     head = export_recipe(recipe(loss={"k": 64}), version).head
-    command = "prime-rl teacher --model a/teacher --port 8001 --host 0.0.0.0"
+    command = "prime-composer teacher --model a/teacher --port 8001 --host 0.0.0.0"
     if version not in ("v0.6", "v0.7"):
         assert f"    {command}" in head and not any("venv" in line for line in head)
         return
@@ -662,6 +665,49 @@ def test_head_has_the_commands_of_a_faster_server(version):
     ]
     pin = {"v0.6": "0.22", "v0.7": "0.24"}[version]
     assert any(f"prime-rl {version} pins vLLM {pin}," in line for line in head)
+
+
+@pytest.mark.parametrize("key", ["VLLM_API_KEY", "MY_KEY"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "gpu7", "10.0.0.7"])
+def test_head_opens_a_teacher_to_the_network_if_it_is_elsewhere(host, key):
+    """With --host alone every machine of the network may ask it: the key is named."""
+    teacher = {"url": f"http://{host}:8001", "api_key_var": key}
+    head = export_recipe(recipe(loss={"k": 64}, teacher=teacher), "head").head
+    (command,) = (line for line in head if "prime-composer teacher" in line)
+    elsewhere = host in ("gpu7", "10.0.0.7")
+    assert command.endswith(" --host 0.0.0.0") is elsewhere
+    assert any(f"the same in {key} of prime-rl" in line for line in head) is elsewhere
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_head_says_how_to_log_to_wandb(version):
+    """In the table that the version has, unless the recipe or its [prime_rl] has it."""
+    table = "[wandb]" if version in ("v0.6", "v0.7", "v0.8") else "[monitors.wandb]"
+    said = [line for line in export_recipe(recipe(), version).head if "W&B" in line]
+    assert len(said) == 1 and table in said[0]
+    native = {"wandb": {"project": "p"}}
+    native = native if table == "[wandb]" else {"monitors": native}
+    for changes in ({"logging": {"wandb": {"project": "p"}}}, {"prime_rl": native}):
+        assert "W&B" not in "".join(export_recipe(recipe(**changes), version).head)
+
+
+def test_head_says_that_prime_rl_samples_ahead():
+    """Where neither the recipe nor its [prime_rl] says how far."""
+    key = "max_off_policy_steps"
+    assert key in "".join(export_recipe(recipe(), "head").head)
+    native = {"orchestrator": {key: 1}}
+    for changes in ({"rollout": {"ahead": 0}}, {"prime_rl": native}):
+        export = export_recipe(recipe(**changes), "head")
+        assert key not in "".join(export.head) and key in export.table["orchestrator"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_names_the_data_set(version):
+    """Also the default one, which the environment would know by itself."""
+    data = {"source": "hub"}
+    text = export_recipe(recipe(data=data), version).text()
+    assert 'hub_id = "openai/gsm8k"' in text and 'hub_name = "main"' in text
+    assert "hub_id" not in export_recipe(recipe(data={"source": "generated"}), version).text()
 
 
 def test_versions_without_plugins_pin_an_older_vllm(checkout):

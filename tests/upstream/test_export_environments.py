@@ -214,7 +214,9 @@ def test_head_names_the_environments_to_install():
     head = export_recipe(parse_recipe(raw(USES)), "head").head
     place = head.index("Environments that have to be installed beside prime-rl:")
     assert head[place + 1] == "    x, y"
-    assert not any("installed beside" in line for line in export_recipe(recipe(), "head").head)
+    ours = raw({"orders": {"id": "prime-composer-orders", "api": "v1"}})
+    for parsed in (recipe(), parse_recipe(ours)):
+        assert not any("installed beside" in line for line in export_recipe(parsed, "head").head)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

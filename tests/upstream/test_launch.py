@@ -147,8 +147,8 @@ def test_dry_run_without_prime_rl_prints_the_export(no_prime_rl, tmp_path, monke
         "prime-rl: head assumed, it is not installed here",
         "-m prime_rl.entrypoints.rl @ outputs/gsm8k_opd.prime_rl.toml",
         'export PRIME_COMPOSER=\'{"loss": {"type": "topk_reverse_kl"',
-        "#     inference --vllm.model '<built by prime-rl prepare: teacher>' --server.port 8001",
-        'name = "<built by prime-rl prepare: student>"',
+        "#     inference --vllm.model '<built by prime-composer prepare: teacher>' --server.port",
+        'name = "<built by prime-composer prepare: student>"',
         "# Not carried to prime-rl:",
     ):
         assert part in output.out

@@ -108,6 +108,7 @@ def batch(masked=0.3, temperature=None):
         "loss_mask": mask,
         "temperatures": temperatures,
         "routed_experts": packed,
+        "env_names": ["sums"] * N,
     }, top
 
 

@@ -222,5 +222,7 @@ def test_json_of_a_smaller_teacher_names_the_remedy():
     """Without the plugin the size of its head is not known here."""
     refusal = Status(400)
     refusal.args = ("Token id 25 is out of vocabulary",)
-    with pytest.raises(ValueError, match="wider head may sample.*start it with prime-rl teacher"):
+    with pytest.raises(
+        ValueError, match="wider head may sample.*start it with prime-composer teacher"
+    ):
         score(Client(found=Status(404), json=refusal))

@@ -424,7 +424,7 @@ def test_v0_6_is_refused_by_its_missing_messages():
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
-        pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-rl teacher"),
+        pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-composer teacher"),
     ):
         scored(of_v0_7, url, conversation(student, "ab"))
 
@@ -540,13 +540,13 @@ def test_repetition_reads_what_no_teacher_scored():
     ids = torch.tensor([1, 2, 3, 5, 6, 7, *[8, 9] * 20])
     sampled = torch.arange(len(ids)) >= 3
     weights = torch.where(sampled & (torch.arange(len(ids)) % 7 != 4), 1.0, 0.0)
-    batch = MicroBatch(
-        {"input_ids": ids[None], "loss_mask": sampled[None], "ref_kl_weights": weights[None]}, 0
-    )
+    streams = {"input_ids": ids, "loss_mask": sampled, "ref_kl_weights": weights}
+    tensors = {name: stream[None] for name, stream in streams.items()}
+    batch = MicroBatch(tensors | {"env_names": ["sums"] * len(ids)}, 0)
     logprobs = torch.zeros(len(ids))
     batch.place([logprobs])
-    inputs = LossInputs(
-        logprobs, logprobs, None, None, sampled & (weights != 0), **batch.aligned(logprobs)
-    )
+    fields = batch.aligned(logprobs)
+    assert fields.pop("environment") == "sums"
+    inputs = LossInputs(logprobs, logprobs, None, None, sampled & (weights != 0), **fields)
     kept, _ = RepetitionMask().apply(inputs)
     assert ids[kept.loss_mask].tolist() == [5, 7, 8, 9]

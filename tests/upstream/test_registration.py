@@ -92,7 +92,7 @@ def newer_trainer(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("table", [{**SAMPLED, "dialect": "v0_7"}, {"type": "default"}])
-def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
+def test_setup_binds_a_loss_to_its_own_tokens(trainer, table, capfd):
     before = trainer.slot
     rl_loss = trainer.setup(**table)
     distils = table["type"] != "default"
@@ -101,8 +101,12 @@ def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
     out = (trainer.slot if distils else rl_loss)(trainer.inputs())
     assert type(out) is trainer.loss.LossOutputs
     assert out.loss.shape == () and out.loss.requires_grad
-    assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
+    assert all(not value.requires_grad for value in out.metrics.values())
+    shapes = {name: value.shape for name, value in out.metrics.items() if value.shape}
+    assert shapes == ({"distillation/kl": (4,)} if distils else {})
     assert adapter().tally.calls[LOSS] == 1
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "registered" in line)
+    assert table["type"] in line and "v0." not in line  # head is no v0.7
 
 
 def test_setup_binds_a_loss_from_outside(trainer):
@@ -150,7 +154,7 @@ def test_metrics_reach_prime_rl_as_plain_tensors(trainer):
     trainer.setup(type=scheduled_loss.NAME)
     metrics = trainer.slot(trainer.inputs()).metrics
     assert metrics[f"{scheduled_loss.NAME}/tokens"].item() == 4
-    assert len(metrics) == 3 and {type(value) for value in metrics.values()} == {torch.Tensor}
+    assert len(metrics) == 4 and {type(value) for value in metrics.values()} == {torch.Tensor}
 
 
 def test_setup_reads_numbers_written_as_strings(trainer):
@@ -375,6 +379,24 @@ def test_data_hook_reports_the_micro_batch_in_flight(trainer, whole_run):
             in_flight.append(adapter().micro_batch)
         assert len(set(map(id, in_flight))) == 2
         assert adapter().micro_batch is None
+
+
+def test_kl_of_a_token_is_logged_by_environment(trainer):
+    """prime-rl joins metrics of one dimension end to end, so that their mean is that of tokens."""
+    trainer.hook({"loss": SAMPLED})
+    (batch,) = batches = trainer.next_batch("dd")
+    batch["env_names"] = ["sums"] * 6 + ["chains"] * 6
+    sequences = [trainer.inputs(), trainer.inputs()]
+    sequences[1].loss_mask = torch.arange(6) == 5
+    for _ in batches:
+        adapter().micro_batch.place([one.trainer_logprobs for one in sequences])
+        metrics = [trainer.slot(one).metrics for one in sequences]
+    for name, one, own in zip(("sums", "chains"), sequences, metrics, strict=True):
+        gap = one.trainer_logprobs - getattr(one, trainer.contract.ref_field)
+        expected = gap[one.loss_mask].tolist()
+        assert own["distillation/kl"].tolist() == pytest.approx(expected)
+        assert own[f"distillation/kl/{name}"].tolist() == pytest.approx(expected)
+    assert "distillation/kl/chains" not in metrics[0]
 
 
 def test_mixture_stops_without_the_orchestrators_mark(trainer):

@@ -1,5 +1,6 @@
 """Signatures by ``ast``: the same that ``inspect`` gives of the same code, over several files."""
 
+import shutil
 import sys
 import types
 
@@ -149,6 +150,8 @@ def test_of_checkout_reads_both_folders_of_the_package(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text("x = 1\n")
     assert set(texts_of(of_checkout(tmp_path))) == {"prime_rl/a.py", "prime_rl/configs/b.py"}
+    assert texts_of(of_checkout(tmp_path / "src")) == texts_of(of_checkout(tmp_path))
+    shutil.rmtree(tmp_path / "packages/prime-rl-configs")
     assert set(texts_of(of_checkout(tmp_path / "src"))) == {"prime_rl/a.py"}
     with pytest.raises(ValueError, match="there is no src/prime_rl, nor prime_rl"):
         of_checkout(tmp_path / "packages")

@@ -303,6 +303,10 @@ def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, versio
     check_top_k(run(version, trees, models, tmp_path, TOP_K, **how), version)
 
 
+STATISTICS = {"mean", "median", "std", "min", "max"}
+"""What prime-rl logs of a metric's values."""
+
+
 def check_top_k(result, version):
     """Check the numbers of a whole run with ``TOP_K`` against float64."""
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
@@ -314,6 +318,14 @@ def check_top_k(result, version):
         max(expected["tail_kl_bfloat16"]), abs=1e-2
     )
     assert first_value(rows, "topk_reverse_kl/kl_in_support/mean") > 0
+    # By token, as prime-rl's own series of the same form. The run has one environment.
+    series = {name for row in rows for name in row if name.startswith("distillation/kl/")}
+    (environment,) = {name.split("/")[2] for name in series} - STATISTICS
+    assert f"mismatch_kl/{environment}/mean" in {name for row in rows for name in row}
+    common = first_value(rows, "distillation/kl/mean")
+    assert first_value(rows, f"distillation/kl/{environment}/mean") == common
+    tokens = [value for sequence in expected["common_kl_bfloat16"] for value in sequence]
+    assert common == pytest.approx(mean(tokens), abs=2e-2)
     assert 0 < first_value(rows, "loss/mean") < 10
     assert first_value(rows, "optim/grad_norm") > 0
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}

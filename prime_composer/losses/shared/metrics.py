@@ -7,9 +7,13 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from prime_composer.contract import Mean, Support
+from prime_composer.contract import LossInputs, Mean, Support, given
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
+
+DISTILLATION_KL = "distillation/kl"
+"""The series that all losses have in common which compare with a teacher; ``/NAME`` is its part of
+an environment."""
 
 
 def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
@@ -86,3 +90,30 @@ def support_metrics(
         "kl_in_support": token_mean(in_support, mask),
         "kl_mass": token_mean(kl_terms(p_masses, q_masses).sum(-1), mask),
     }
+
+
+@torch.no_grad()
+def distillation_kl(
+    inputs: LossInputs,
+) -> tuple[Float[Tensor, " seq"], Bool[Tensor, " seq"]]:
+    """Return an estimate of KL(p || q) per token in nats, and the tokens that have one.
+
+        sum_{v in S} p(v) log(p(v)/q(v)) + [y not in S] log(p(y)/q(y))
+
+    y is the sampled token, and S the ids of the support: none for a loss on the sampled token, and
+    for one that compares hidden states, whose sum would take two more matrix products. Whatever S
+    is, the expectation over y ~ p is the KL over the whole vocabulary, so that two losses compare.
+    More ids make it less noisy. Both sides are at temperature 1, also where the loss divides by
+    another; inside prime-rl the student is at the sampling temperature.
+
+    A token that the data or the teacher wrote (log mu is NaN) is no sample of p and has none, nor
+    has one that the teacher rules out.
+    """
+    compared = inputs.loss_mask & ~inputs.inference_logprobs.isnan()
+    kl = upcast(inputs.own_logprobs) - upcast(given(inputs.ref_logprobs))
+    if inputs.support is not None:
+        support = inputs.support.masked(compared)
+        within = (support.token_ids == given(inputs.token_ids).unsqueeze(-1)).any(dim=-1)
+        p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
+        kl = kl_terms(p, q).sum(dim=-1) + torch.where(within, 0.0, kl)
+    return kl, compared & kl.isfinite()

@@ -15,7 +15,7 @@ from prime_composer.upstream.export.refusals import refuse, refuse_native
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
 from prime_composer.upstream.versions.config_fields import ConfigFields
-from prime_composer.upstream.versions.records import VERSIONS, Version
+from prime_composer.upstream.versions.records import VERSIONS, Version, versions_that_run
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def export_recipe(
         raise RecipeError(
             f"the installed prime-rl, which is like {version.name}, does not take {len(missing)} "
             f"of the keys that this recipe needs: {', '.join(missing)}. Install one of "
-            f"{', '.join(VERSIONS)}, or run the recipe with --engine local."
+            f"{versions_that_run()}, or run the recipe with --engine local."
         )
     merge_native(table, recipe.prime_rl, version.name)
     refuse_native(recipe.loss, recipe.rollout, version, table)

@@ -8,11 +8,18 @@ from urllib.parse import urlsplit
 from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.urls import public_url
+from prime_composer.upstream.environment import NAME
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
 
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
 """vLLM's option that computes logits in float32."""
+
+OF_THIS_PACKAGE = ("prime-composer-orders", NAME)
+"""Ids of environments that are installed with it."""
+
+THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 def under_slurm() -> list[str]:
@@ -46,13 +53,15 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
     lines = [
         f"Written by prime_composer for prime-rl's {plan.version.name} dialect. "
         "Start it with the adapter on:",
-        "    prime-rl rl --config THIS_FILE --engine prime-rl",
+        "    prime-composer rl --config THIS_FILE --engine prime-rl",
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
         *servers(plan),
         *adapters(plan),
         *packages(plan),
         *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
+        *sampling_ahead(plan, table),
         *evaluation_left_out(plan),
+        *wandb_left_out(plan, table),
     ]
     if not_carried:
         lines += ["", "Not carried to prime-rl:"]
@@ -64,7 +73,8 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
 
 def packages(plan: Plan) -> list[str]:
     """Return which environments have to be installed beside prime-rl."""
-    ids = dict.fromkeys(source.id for source in plan.recipe.environments_by_id.values())
+    given = plan.recipe.environments_by_id.values()
+    ids = dict.fromkeys(source.id for source in given if source.id not in OF_THIS_PACKAGE)
     if not ids:
         return []
     return ["", "Environments that have to be installed beside prime-rl:", f"    {', '.join(ids)}"]
@@ -89,20 +99,23 @@ def servers(plan: Plan) -> list[str]:
     title = "The teacher's server is yours to start, on a GPU of its own:"
     if len(plan.teachers) > 1:
         title = "The teachers' servers are yours to start, each on a GPU of its own:"
-    lines, faster = ["", title], []
+    lines, faster, keys = ["", title], [], []
     for server in plan.teachers.values():
-        port = urlsplit(server["url"]).port
+        port, host = urlsplit(server["url"]).port, ""
         if port is None:  # behind a gateway, so prime-rl's command cannot start it
             also = f", with max_logprobs = {k}" if more else ""
-            also += ", started by prime-rl teacher" if states else ""
+            also += ", started by prime-composer teacher" if states else ""
             lines.append(f"    {server['model']} at {public_url(server['url'])}{also}")
             continue
         also = f" {version.vllm_option}max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])
         if not states:
             lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
+        if urlsplit(server["url"]).hostname not in THIS_HOST:
+            host = " --host 0.0.0.0"
+            keys.append(server.get("api_key_var", API_KEY_VAR))
         if k or states:
-            faster.append(f"    prime-rl teacher --model {name} --port {port} --host 0.0.0.0")
+            faster.append(f"    prime-composer teacher --model {name} --port {port}{host}")
     why = "Several times faster with"
     if states:
         why = 'k = "full" reads hidden states, which the trainer asks for. They need'
@@ -113,10 +126,15 @@ def servers(plan: Plan) -> list[str]:
             "so that this server needs an environment of its own:",
             *teachers_environment(),
         ]
-        faster = [line.replace("    prime-rl", "    teacher/bin/prime-rl") for line in faster]
+        faster = [f"    teacher/bin/{line.strip()}" for line in faster]
     elif faster:
         why = why if states else "Several times faster, with"
         lines += [f"{why} prime_composer's plugin in the same environment:"]
+    if faster and keys:
+        faster += [
+            "With --host every machine of the network may ask it. A key closes it: VLLM_API_KEY of",
+            f"the server, and the same in {' and '.join(dict.fromkeys(keys))} of prime-rl.",
+        ]
     return [*lines, *faster, *logits_dtype(plan)]
 
 
@@ -143,6 +161,33 @@ def temperatures(loss: LossConfig, sampled: float) -> list[str]:
             'k = "full" compares student and teacher without it, at the temperature of the loss.',
         ]
     return [*lines, "The teacher scores at 1, so the loss compares two temperatures."]
+
+
+def sampling_ahead(plan: Plan, table: Mapping[str, Any]) -> list[str]:
+    """Return that prime-rl samples ahead of its trainer, where one machine does not."""
+    if plan.recipe.rollout.ahead or "max_off_policy_steps" in table["orchestrator"]:
+        return []
+    return [
+        "",
+        "prime-rl samples ahead of its trainer, by up to 8 updates: its default of",
+        "orchestrator.max_off_policy_steps, the recipe's rollout.ahead. One machine samples",
+        "each batch with the newest weights.",
+    ]
+
+
+def wandb_left_out(plan: Plan, table: Mapping[str, Any]) -> list[str]:
+    """Return how to log to W&B, where nothing does."""
+    *parents, name = plan.version.wandb
+    for parent in parents:
+        table = table.get(parent, {})
+    if name in table:
+        return []
+    keys = ".".join(plan.version.wandb)
+    return [
+        "",
+        f'Not logged to W&B. To do so: [{keys}] project = "...", or [logging.wandb] in the',
+        "recipe.",
+    ]
 
 
 def evaluation_left_out(plan: Plan) -> list[str]:

@@ -1,7 +1,7 @@
 """Decide what a recipe's teachers and environments become in prime-rl."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,21 +63,15 @@ class Plan:
         models: Mapping[str, Any],
         problems: ProblemSet | None = None,
     ) -> "Plan":
-        """Resolve a recipe.
-
-        Args:
-            recipe: the recipe.
-            version: the version of prime-rl.
-            models: directories of the models under ``[*.prepare]``, by table.
-            problems: the recipe's problems. None: loaded here, and only if rows name teachers.
-
-        Raises:
-            RecipeError: a model has not been built, a row names an unknown teacher, or two
-                environments would have the same name.
-            ValueError: the data cannot be read.
-        """
+        """Resolve a recipe."""
         routing = Routing.of_recipe(recipe)
         distils = recipe.loss.compares_with_teacher
+        named = {"student": recipe.student.model}
+        if distils:
+            named |= {id_.table: teacher.model for id_, teacher in routing.teachers.items()}
+        refuse_unbuilt(
+            [table for table, name in named.items() if name is None and table not in models]
+        )
         return cls(
             recipe,
             version,
@@ -115,19 +109,18 @@ class Plan:
 
 
 def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:
-    """Return the name of an existing model, or the directory of a prepared one.
+    """Return the name of an existing model, or the directory of a prepared one."""
+    return str(models[table]) if name is None else name
 
-    Raises:
-        RecipeError: the model has not been built.
-    """
-    if name is not None:
-        return name
-    if table not in models:
+
+def refuse_unbuilt(tables: Sequence[str]) -> None:
+    """Refuse to export a recipe with models that have not been built, at the given tables."""
+    if tables:
         raise RecipeError(
-            f"[{table}.prepare] builds a model first: run `prime-rl prepare --config FILE`, "
-            f"then export again, or name an existing model with --set {table}.model=DIR"
+            f"{', '.join(f'[{table}.prepare]' for table in tables)}: builds models first. Run "
+            "`prime-composer prepare --config FILE`, then export again, or name existing models: "
+            f"{' '.join(f'--set {table}.model=DIR' for table in tables)}"
         )
-    return str(models[table])
 
 
 def v1_url(url: str) -> str:
@@ -163,15 +156,6 @@ def split_environments(
 
     prime-rl assigns teachers to environments. So an environment whose rows name teachers becomes
     one environment per teacher.
-
-    Args:
-        sources: the recipe's environments by name.
-        routing: its teachers; None without distillation.
-        problems: its problems; None: loaded here if needed.
-
-    Raises:
-        RecipeError: a row names an unknown teacher, or two environments would have the same name.
-        ValueError: the data cannot be read.
     """
     sources = {name: source for name, source in sources.items() if source.trains}
     if routing is None:

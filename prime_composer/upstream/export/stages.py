@@ -28,34 +28,24 @@ def write_stages(
     problems: ProblemSet | None,
     source: Path,
     output: str | None,
+    force: bool = False,
 ) -> int:
-    """Write the files of a recipe's stages into a folder, and print how they run. Return 0.
-
-    Args:
-        recipes: of each stage.
-        dialect: a version of prime-rl.
-        models: directories of prepared models, by table.
-        problems: the recipe's problems.
-        source: the recipe's file, which names the run directory where the recipe does not.
-        output: the folder.
-
-    Raises:
-        RecipeError: a stage cannot be exported, or the folder has such a file.
-    """
+    """Write the files of a recipe's stages into a folder, and print how they run. Return 0."""
     if output is None:
         raise RecipeError(
             "--output: a recipe with [[stages]] becomes a file for each; name the folder for them"
         )
     files = [Path(output) / f"{folder_of(number)}.toml" for number in range(1, len(recipes) + 1)]
-    if taken := [str(file) for file in files if file.exists()]:
+    if not force and (taken := [str(file) for file in files if file.exists()]):
         raise RecipeError(
-            f"{', '.join(taken)}: exists and was left as it is; name another --output, or remove it"
+            f"{', '.join(taken)}: exists and was left as it is; name another --output, or add "
+            "--force"
         )
     exports, commands = export_stages(recipes, dialect, models, problems, source.stem, files)
     Path(output).mkdir(parents=True, exist_ok=True)
     for file, export in zip(files, exports, strict=True):
         export.warn()
-        write_text(file, export.text(), replace=False)
+        write_text(file, export.text(), replace=force)
         print(f"wrote {file}")
     print("run them in this order, each after the one before it has ended:")
     for command in commands:
@@ -74,9 +64,6 @@ def export_stages(
     """Return the export of each stage, and the commands that run them.
 
     ``name`` is that of the run directory in ``outputs/``, and ``files`` are those of the exports.
-
-    Raises:
-        RecipeError: a stage cannot be exported.
     """
     if recipes[0].student.lora is not None:
         raise RecipeError(

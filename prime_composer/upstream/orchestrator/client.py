@@ -302,7 +302,7 @@ class Requests:
             raise InvalidAnswer(
                 f"{transport.origin} has no scoring plugin, and of a teacher with a tokenizer of "
                 "its own hundreds of log-probs per token are read, which cost a server several "
-                "milliseconds each time in JSON: start it with prime-rl teacher."
+                "milliseconds each time in JSON: start it with prime-composer teacher."
             )
         if asked.tokenizer is not tokenizer:
             asked.tokenizer = tokenizer  # others need not ask it as well

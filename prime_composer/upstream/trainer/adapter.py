@@ -183,7 +183,7 @@ class Adapter:
             in_slot = registered if registered.distils else registered.no_distillation_tokens
             capabilities.replace(capabilities.SLOT, module, lambda _: in_slot)
         tokens = f"distillation tokens ({contract.slot})" if registered.distils else "rl tokens"
-        log(f"{config.type} registered for {tokens}, {contract.name} contract")
+        log(f"{config.type} registered for {tokens}")
         self.loss = registered
         return registered
 

@@ -166,9 +166,6 @@ class MicroBatch:
 
         Args:
             vocab_size: entries of the student's head.
-
-        Raises:
-            ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
         """
         if self.support is not None and self._vocab_size is None:
             check_support(self.support.rows(self.scored), vocab_size)
@@ -197,13 +194,7 @@ class MicroBatch:
 
         Returns:
             Fields of our ``LossInputs`` that prime-rl's lack, by name. ``ref_logprobs`` are among
-            them where the trainer has asked the teachers.
-
-        Raises:
-            ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
-                has none. Or a teacher's hidden states do not belong to its head.
-            SilentHook: the student's side was not computed, or the sequence is none of
-                ``compute_loss``'s.
+            them where the trainer has asked the teachers. And ``environment``, its name.
         """
         part = self._part_of(trainer_logprobs)
         if part is None:
@@ -218,6 +209,7 @@ class MicroBatch:
         places = torch.arange(len(ids))
         columns = (ids, mask, torch.zeros_like(places), places)
         fields = {
+            "environment": self._tensors["env_names"][part.start],
             "token_ids": ids.to(device),
             # From v0.7 on, a token without a score has the weight 0, and is in this mask still.
             "sampled": SampledText(*(column.to(device) for column in columns)),
@@ -300,9 +292,6 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
 
     Args:
         given: a micro-batch, or the arguments of an output head.
-
-    Raises:
-        ValueError: there are such ids.
     """
     for name in SAMPLING_MASKS:
         if given.get(name) is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses.bound import Objective
+from prime_composer.losses.shared.metrics import DISTILLATION_KL, distillation_kl
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
@@ -66,41 +67,41 @@ class RegisteredLoss:
         return f"[{self.objective.section}] type = {self.objective.config.type!r}"
 
     def __call__(self, inputs: Any) -> Any:
-        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``.
-
-        Raises:
-            ValueError: the teacher's log-prob of a token that trains is none.
-        """
+        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``."""
         self._called()
         fields = {"ref_logprobs": getattr(inputs, self.contract.ref_field)}
         if self._aligned is not None:
             fields |= self._aligned(inputs.trainer_logprobs)
-        ref_logprobs = fields["ref_logprobs"]
+        ref_logprobs, environment = fields["ref_logprobs"], fields.pop("environment", None)
         advantages = inputs.advantages
         if self.compares and not self.distils and advantages is not None:
             advantages = advantages.masked_fill(advantages == NO_ADVANTAGE, 0.0)
         if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
-        out = self.objective(
-            LossInputs(
-                trainer_logprobs=inputs.trainer_logprobs,
-                inference_logprobs=inputs.inference_logprobs,
-                advantages=advantages,
-                loss_mask=inputs.loss_mask,
-                loss_weights=getattr(inputs, "loss_weights", None),
-                **fields,
-            )
+        own = LossInputs(
+            trainer_logprobs=inputs.trainer_logprobs,
+            inference_logprobs=inputs.inference_logprobs,
+            advantages=advantages,
+            loss_mask=inputs.loss_mask,
+            loss_weights=getattr(inputs, "loss_weights", None),
+            **fields,
         )
+        out = self.objective(own)
         # prime-rl averages all metrics alike: how ours are averaged is no use to it.
         metrics = {name: value.as_subclass(Tensor) for name, value in out.metrics.items()}
+        if self.compares and ref_logprobs is not None:
+            kl, compared = distillation_kl(own)
+            # By token, as prime-rl's mismatch_kl: its mean is then that of the step's tokens.
+            metrics[DISTILLATION_KL] = kl[compared]
+            if environment is not None:
+                metrics[f"{DISTILLATION_KL}/{environment}"] = kl[compared]
         return self._outputs(loss=out.loss, metrics=metrics)
 
     def rl_tokens(self, inputs: Any) -> Any:
         """Return the loss of one sequence of rl tokens, where ``[trainer.loss]`` names this loss.
 
-        Raises:
-            ValueError: rl tokens reached a loss that compares with a teacher. Where a run has both
-                kinds, prime-rl fills the teacher's log-probs of rl tokens in a shared bin with 0.0.
+        One that compares with a teacher is refused: in a bin of both kinds, prime-rl fills the
+        teacher's log-probs of rl tokens with 0.0.
         """
         unscored = self.distils and self.contract.separates_kinds
         if unscored and bool(inputs.loss_mask.any()):  # batches of padding come here too
@@ -113,11 +114,7 @@ class RegisteredLoss:
         return self(inputs)
 
     def no_distillation_tokens(self, inputs: Any) -> Any:
-        """Refuse distillation tokens, where the loss reads a teacher for rl tokens.
-
-        Raises:
-            ValueError: the orchestrator runs without the adapter.
-        """
+        """Refuse distillation tokens, where the loss reads a teacher for rl tokens."""
         raise ValueError(
             f"{self.label} reads rewards and a teacher for the same tokens, and the orchestrator "
             "sends tokens for prime-rl's own distillation: it runs without the adapter. "
@@ -138,11 +135,6 @@ class RegisteredLoss:
         Args:
             batches: the micro-batches.
             step: number of the batch in this process, at least 1.
-
-        Raises:
-            RuntimeError: no token has come on any rank in the first batch (in a run that may have
-                tokens of another loss, in the first ten). Or the orchestrator runs without the
-                adapter, and this run's teachers are mixed.
         """
         tokens = [self.tokens_in(tensors) for tensors in batches]
         if not self.seen:

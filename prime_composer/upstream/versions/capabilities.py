@@ -88,12 +88,14 @@ class Finding:
         place: where it is; None where it is gone.
         misfits: what differs, nothing where it fits.
         note: what else there is to say of it.
+        never: the version is older than what was looked for.
     """
 
     capability: Capability
     place: Place | None
     misfits: tuple[str, ...] = ()
     note: str = ""
+    never: bool = False
 
     @property
     def verdict(self) -> str:
@@ -385,7 +387,7 @@ def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | N
 def explain(findings: Sequence[Finding], where: object, remedy: str = "") -> str:
     """Return the text of an error: each misfit in a line of its own, and what still works."""
     lines = "\n".join(f"  {finding}" for finding in findings)
-    remedy = remedy or "`prime-rl doctor` says what works with it."
+    remedy = remedy or "`prime-composer doctor` says what works with it."
     return f"prime_composer does not fit this prime-rl ({where}):\n{lines}\n{remedy}"
 
 

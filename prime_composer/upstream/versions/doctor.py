@@ -1,4 +1,4 @@
-"""``prime-rl doctor``: does this package fit the prime-rl that is installed, and for which roads?
+"""``prime-composer doctor``: does this package fit the installed prime-rl, and for which roads?
 
 One static check of prime-rl's sources against ``capabilities``. Nothing of prime-rl is imported and
 no process is started. The launcher makes the same check before a run.
@@ -24,12 +24,17 @@ from prime_composer.upstream.versions.capabilities import (
     explain,
     find,
 )
-from prime_composer.upstream.versions.records import config_surface, match_version
+from prime_composer.upstream.versions.records import (
+    Version,
+    config_surface,
+    match_version,
+    versions_that_run,
+)
 from prime_composer.upstream.versions.sources import Sources, installed, of_checkout, texts_of
 
 NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
-    "checkout: prime-rl doctor --source DIR"
+    "checkout: prime-composer doctor --source DIR"
 )
 INDENT = " " * 9
 """Below a capability's name."""
@@ -68,7 +73,13 @@ class Report:
 def examine(sources: Sources, place: str = "") -> Report:
     """Return what fits a prime-rl, by its signatures alone."""
     findings = [_used(find(capability, sources.signature), sources) for capability in CAPABILITIES]
-    return Report(place, (*findings, _toml(sources)))
+    try:
+        version = match_version(config_surface(sources.annotations))
+    except UnknownSurface:
+        unknown = ("no record of a version has this form of its configs",)
+        return Report(place, (*findings, Finding(TOML, None, unknown)))
+    toml = Finding(TOML, None, note=f"as {version.name}")
+    return Report(place, (*(_in_time(finding, version) for finding in findings), toml))
 
 
 def examine_folders(folders: Iterable[Path]) -> Report:
@@ -92,11 +103,7 @@ def fits(capability: Capability) -> bool:
 
 
 def require(road: str) -> None:
-    """Check before a run that a road works with the importable prime-rl, if there is one.
-
-    Raises:
-        UnknownSurface: it does not; the message says what differs, and what still works.
-    """
+    """Check before a run that a road works with the importable prime-rl, if there is one."""
     report = examine_installed()
     if report is not None and (misfits := report.misfits(road)):
         raise UnknownSurface(explain(misfits, report.place, still_works(report)))
@@ -106,10 +113,12 @@ def still_works(report: Report) -> str:
     """Return the sentence that says which roads are left."""
     plain = [road for road in PLAIN if road in report.working]
     others = [road for road in report.working if road not in PLAIN]
+    install = f"All of it fits prime-rl {versions_that_run()}."
     if plain:
         more = f" So does: {', '.join(others)}." if others else ""
-        return f"The five lines in [trainer.loss] do fit ({', '.join(plain)}).{more}"
-    return f"What fits: {', '.join(others)}." if others else "Nothing of this package fits it."
+        return f"The five lines in [trainer.loss] do fit ({', '.join(plain)}).{more} {install}"
+    left = f"What fits: {', '.join(others)}." if others else "Nothing of this package fits it."
+    return f"{left} {install}"
 
 
 def _used(finding: Finding, sources: Sources) -> Finding:
@@ -122,17 +131,17 @@ def _used(finding: Finding, sources: Sources) -> Finding:
     return replace(finding, misfits=("is there, and nothing in prime-rl uses it",))
 
 
-def _toml(sources: Sources) -> Finding:
-    """Return whether a record says how this prime-rl's TOML is written."""
-    try:
-        version = match_version(config_surface(sources.annotations))
-    except UnknownSurface:
-        return Finding(TOML, None, ("no record of a version has this form of its configs",))
-    return Finding(TOML, None, note=f"as {version.name}")
+def _in_time(finding: Finding, version: Version) -> Finding:
+    """Mark what a version never had: before v0.7 a run has one loss for all of its tokens."""
+    never = finding.place is None and finding.capability.roads == ("rl",)
+    return replace(finding, never=never and not version.contract.separates_kinds)
 
 
-def table(report: Report, road: str, color: bool = False) -> str:
-    """Return what ``prime-rl doctor`` prints: each capability, each road, what a run needs."""
+def table(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
+    """Return what ``prime-composer doctor`` prints: each road, what a run needs, what does not fit.
+
+    ``verbose`` adds each capability that fits.
+    """
 
     def row(good: bool, state: str, *cells: str) -> str:
         mark = f"{state:<7}"
@@ -140,28 +149,33 @@ def table(report: Report, road: str, color: bool = False) -> str:
             mark = f"\033[{32 if good else 31}m{mark}\033[0m"
         return "  ".join([mark, *cells]).rstrip()
 
-    names = [finding.capability.name for finding in report.findings]
-    widest = max(map(len, names))
-    lines = [f"prime-rl in {report.place}", ""]
-    for finding, name in zip(report.findings, names, strict=True):
-        where = str(finding.place or finding.note)
-        if finding.misfits:
-            state = "DIFFERS" if finding.place else "GONE"
-        else:
-            state = "fits" if where else "absent"
-        lines.append(row(not finding.misfits, state, f"{name:<{widest}}", where))
-        if finding.misfits:
-            lines += wrap(finding.verdict, 100, initial_indent=INDENT, subsequent_indent=INDENT)
-    lines.append("")
+    version = report.findings[-1].note
+    lines = [f"prime-rl in {report.place}{version and f', {version}'}", ""]
     for name, text in ROADS.items():
-        works = name in report.working
-        lines.append(row(works, "works" if works else "FAILS", f"{name:<8}", text))
+        works, never = name in report.working, all(each.never for each in report.misfits(name))
+        state = "works" if works else "no" if never else "FAILS"
+        more = "" if works or not never else f" (not in {version.removeprefix('as ')})"
+        lines.append(row(works, state, f"{name:<8}", text + more))
     lines += ["", "in this environment"]
     lines += [f"  {name:<11}{text}" for name, text in environment().items()]
-    fit = len(report.findings) - len(report.misfits())
+    misfits = [finding for finding in report.misfits() if not finding.never]
+    shown = report.findings if verbose else misfits
+    widest = max((len(finding.capability.name) for finding in shown), default=0)
+    lines += [""] if shown else []
+    for finding in shown:
+        where = str(finding.place or finding.note)
+        state = "fits" if where else "absent"
+        if finding.misfits:
+            state = "DIFFERS" if finding.place else "never" if finding.never else "GONE"
+        name = f"{finding.capability.name:<{widest}}"
+        lines.append(row(finding not in misfits, state, name, where))
+        if finding in misfits:
+            lines += wrap(finding.verdict, 100, initial_indent=INDENT, subsequent_indent=INDENT)
+    every = len(report.findings) - len(report.misfits()) + len(misfits)
     verdict = "works" if road in report.working else "does not work"
-    last = f"{fit} of {len(report.findings)} fit. The road {road} {verdict}."
-    return "\n".join([*lines, "", last])
+    lines += ["", f"{every - len(misfits)} of {every} fit. The road {road} {verdict}."]
+    lines += [f"All of it fits prime-rl {versions_that_run()}."] if misfits else []
+    return "\n".join(lines)
 
 
 def as_json(report: Report, road: str) -> dict[str, Any]:
@@ -213,15 +227,11 @@ def _of_vllm(installed_version: str) -> str:
         return f"the scoring plugin knows 0.{first} to 0.{last}; teachers answer in JSON"
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         return "VLLM_USE_V2_MODEL_RUNNER is set, and the scoring plugin needs runner V1: unset it"
-    return "the scoring plugin fits runner V1, which `prime-rl teacher` chooses"
+    return "the scoring plugin fits runner V1, which `prime-composer teacher` chooses"
 
 
-def run_doctor(road: str, json_output: bool, source: str | None) -> int:
-    """Print the table. The exit status is 1 where the road does not work.
-
-    Raises:
-        ValueError: there is no prime-rl to read.
-    """
+def run_doctor(road: str, json_output: bool, source: str | None, verbose: bool = False) -> int:
+    """Print the table. The exit status is 1 where the road does not work."""
     report = examine_folders(of_checkout(Path(source))) if source else examine_installed()
     if report is None:
         raise ValueError(NOT_INSTALLED)
@@ -231,5 +241,5 @@ def run_doctor(road: str, json_output: bool, source: str | None) -> int:
         print(json.dumps(as_json(report, road), indent=2))
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(table(report, road, color))
+        print(table(report, road, color, verbose))
     return 0 if road in report.working else 1

@@ -316,6 +316,12 @@ def loss_contracts() -> tuple[LossContract, ...]:
     return tuple(dict.fromkeys(version.contract for version in VERSIONS.values()))
 
 
+def versions_that_run() -> str:
+    """Return the versions of prime-rl to install, for messages: releases, and one commit."""
+    *releases, newest = (v for v in VERSIONS.values() if v.commit)
+    return f"{', '.join(v.name for v in releases)} or {(newest.commit or '')[:8]}"
+
+
 def known_versions() -> str:
     """Describe all supported versions, for error messages."""
     return "; ".join(

@@ -29,11 +29,11 @@ def installed() -> list[Path]:
 
 
 def of_checkout(folder: Path) -> list[Path]:
-    """Return the folders of ``prime_rl`` in a checkout, or in a folder that is one of them.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the folders of ``prime_rl`` in a checkout, or in a folder that is one of them."""
+    folder = folder.resolve()
+    if folder.name in ("src", PACKAGE):  # a part of a checkout, whose configs are elsewhere in it
+        whole = folder.parent if folder.name == "src" else folder.parent.parent
+        folder = whole if any(whole.glob(f"packages/*/src/{PACKAGE}")) else folder
     found = [
         path
         for pattern in (PACKAGE, f"src/{PACKAGE}", f"packages/*/src/{PACKAGE}")
@@ -202,11 +202,7 @@ def _has_default(value: ast.expr | None) -> bool:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> ast.Module:
-    """Parse a file. What Python warns of in it is not ours to say.
-
-    Raises:
-        ValueError: it is for another Python than this one.
-    """
+    """Parse a file. What Python warns of in it is not ours to say."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -9,6 +9,8 @@ places in several turns. Prints JSON, from the initial weights:
     tail_kl    reverse KL of student against teacher on the teacher's top-K plus one bucket for the
                rest: per sequence the mean over its completion tokens
     tail_kl_bfloat16  the same from models in bfloat16, as the servers and the trainer have them
+    common_kl_bfloat16  of each completion token, per sequence: p (log p - log q) over the top-K,
+               and log p - log q of the sampled token where it is outside of it
     log_ratio  log q - log p of each completion token, per sequence
     moved      largest difference between the broadcast weights and the initial ones
 
@@ -50,34 +52,38 @@ def mixed(teachers, k, sampled):
 
 
 def compare(student, k, rows, dtype=torch.float64):
-    """Return ``tail_kl`` and ``log_ratio`` of models in ``dtype``; the rest is in float64."""
+    """Return ``tail_kl``, ``log_ratio`` and ``common_kl`` of models in ``dtype``, in float64."""
     p_all = probabilities(student, rows, dtype)
     q_all = {
         folder: probabilities(folder, rows, dtype)
         for folder in {f for *_, weights in rows for f in weights}
     }
-    tail_kl, log_ratio = [], []
+    tail_kl, log_ratio, common_kl = [], [], []
     for i, (tokens, prompt, weights) in enumerate(rows):
-        divergences, ratios = [], []
+        divergences, ratios, common = [], [], []
         for t in prompt if isinstance(prompt, list) else range(prompt, len(tokens)):
             p = p_all[i][t - 1]
             head, sampled_mass = mixed(
                 [(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t]
             )
             pairs = [(float(p[v]), q) for v, q in head.items()]
+            within = sum(a * math.log(a / b) for a, b in pairs)
             pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(head.values())))
             divergences.append(sum(a * math.log(a / b) for a, b in pairs))
             ratios.append(math.log(sampled_mass) - float(p[tokens[t]].log()))
+            common.append(within - (0.0 if tokens[t] in head else ratios[-1]))
         tail_kl.append(sum(divergences) / len(divergences))
         log_ratio.append(ratios)
-    return tail_kl, log_ratio
+        common_kl.append(common)
+    return tail_kl, log_ratio, common_kl
 
 
 def main(student, k, sequences, broadcast=None):
     rows = json.loads(Path(sequences).read_text())
-    tail_kl, log_ratio = compare(student, k, rows)
-    rounded, _ = compare(student, k, rows, torch.bfloat16)
+    tail_kl, log_ratio, _ = compare(student, k, rows)
+    rounded, _, common = compare(student, k, rows, torch.bfloat16)
     out = {"tail_kl": tail_kl, "tail_kl_bfloat16": rounded, "log_ratio": log_ratio}
+    out["common_kl_bfloat16"] = common
     if broadcast is not None:
         start, moved = load_file(Path(student) / "model.safetensors"), 0.0
         files = list(Path(broadcast).glob("*.safetensors"))
