@@ -54,17 +54,11 @@ NO_PTH = (
 
 @dataclass(frozen=True)
 class NativeRun:
-    """A run of prime-rl that has not been started.
+    """A run of prime-rl that has not been started."""
 
-    Attributes:
-        export: its TOML, and the version of prime-rl.
-        file: where the TOML is kept for the record, ``outputs/NAME.prime_rl.toml``.
-        switch: value of ``PRIME_COMPOSER``.
-    """
-
-    export: Export
-    file: Path
-    switch: str
+    export: Export  # its TOML, and the version of prime-rl
+    file: Path  # where the TOML is kept for the record, ``outputs/NAME.prime_rl.toml``
+    switch: str  # value of ``PRIME_COMPOSER``
 
     def text(self, resume: bool) -> str:
         """Return the TOML document that prime-rl reads."""

@@ -21,9 +21,6 @@ class SilentHook(RuntimeError):
 class Tally:
     """The work and the calls of hooks in one unit of work.
 
-    Args:
-        whole: the tally of a larger unit, where calls count as well.
-
     Attributes:
         meant: how much was meant for each hook.
         calls: how often each hook ran.
@@ -36,13 +33,7 @@ class Tally:
         self._sentences: dict[str, str] = {}
 
     def expect(self, hook: str, work: int, sentence: str) -> None:
-        """Note work that is meant for a hook.
-
-        Args:
-            hook: its name.
-            work: how much; 0 is none.
-            sentence: what has happened if the hook does not run, and what to do.
-        """
+        """Note work that is meant for a hook."""
         self.meant[hook] += work
         self._sentences[hook] = sentence
 
@@ -53,11 +44,7 @@ class Tally:
             self._whole.called(hook)
 
     def judge(self) -> None:
-        """Check that every hook with work has run.
-
-        Raises:
-            SilentHook: one has not.
-        """
+        """Check that every hook with work has run."""
         for hook, work in self.meant.items():
             if work and not self.calls[hook]:
                 ran = ", ".join(f"{name} {times}x" for name, times in sorted(self.calls.items()))

@@ -24,15 +24,7 @@ class Teacher(NamedTuple):
 
 
 def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
-    """Return the teachers of an environment, with weights that add up to 1.
-
-    Args:
-        entries: ``Entries``, or any other JSON value, which is refused.
-        environment: its name.
-
-    Raises:
-        ValueError: they are no such tables, or the environment has none.
-    """
+    """Return the teachers of an environment, with weights that add up to 1."""
     if isinstance(entries, Mapping):
         entries = entries.get(str(environment), [])
     if not isinstance(entries, Sequence) or not entries:
@@ -50,9 +42,6 @@ def configured(orchestrator: Any) -> Entries:
 
     v0.6 has one client for all environments (38494ccb configs/orchestrator.py:505), later versions
     one per environment (559b4477 configs/algorithm.py:307).
-
-    Raises:
-        ValueError: the trainer cannot ask one of them as the orchestrator would.
     """
     teacher = getattr(orchestrator, "teacher", None)
     if teacher is not None:

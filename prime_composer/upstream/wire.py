@@ -45,10 +45,6 @@ class Sent(list[float]):
 
     prime-rl passes the list on between two hooks, and its self-distillation cuts the hint off. A
     slice keeps its part of the scores.
-
-    Args:
-        values: log q of each token.
-        scores: of the same tokens.
     """
 
     def __init__(self, values: Iterable[float], scores: Scores):
@@ -94,9 +90,6 @@ def unpack(array: Int[Tensor, "seq a k"], k: int) -> Scores:
 
     Padding reads id 0 and log-prob 0; it is masked. The tokens' own log q are NaN: prime-rl gives
     its own list of them to the loss.
-
-    Raises:
-        ValueError: router replay filled the field, or K differs.
     """
     if array.dtype != torch.int32 or array.shape[1] != 2 or array.shape[2] != k:
         raise ValueError(

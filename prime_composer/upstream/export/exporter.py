@@ -20,18 +20,12 @@ from prime_composer.upstream.versions.records import VERSIONS, Version, versions
 
 @dataclass(frozen=True)
 class Export:
-    """A recipe in prime-rl's terms.
+    """A recipe in prime-rl's terms."""
 
-    Attributes:
-        version: the version of prime-rl.
-        table: the native TOML as nested tables.
-        head: lines of the comment at the head of the file.
-        not_carried: keys of the recipe that prime-rl has no setting for, with the reason.
-    """
-
-    version: Version
-    table: dict[str, Any]
-    head: list[str]
+    version: Version  # the version of prime-rl
+    table: dict[str, Any]  # the native TOML as nested tables
+    head: list[str]  # lines of the comment at the head of the file
+    # keys of the recipe that prime-rl has no setting for, with the reason
     not_carried: dict[str, str]
 
     def text(self) -> str:

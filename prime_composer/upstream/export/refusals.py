@@ -22,11 +22,7 @@ RUN_LOCALLY = "or run the recipe with --engine local."
 
 
 def refuse(recipe: Recipe, version: Version) -> None:
-    """Check that a version of prime-rl can run the recipe.
-
-    Raises:
-        RecipeError: it cannot; the message names the key and a remedy.
-    """
+    """Check that a version of prime-rl can run the recipe."""
     fraction = recipe.rollout.student_fraction
     if fraction != 1:
         raise RecipeError(
@@ -100,10 +96,6 @@ def refuse_native(
     the whole vocabulary, and top-p decides only which tokens are compared.
 
     Tokens of an advantage below ``min_abs_advantage`` have no rl loss, and with it no teacher.
-
-    Raises:
-        RecipeError: a loss that compares with a teacher meets one of them, or there is another
-            value where these are read; the message names the key.
     """
     if not loss.compares_with_teacher:
         return
@@ -154,11 +146,7 @@ def truncations(sampling: Mapping[str, Any], extra_body: Mapping[str, Any]) -> d
 
 
 def refuse_data(sources: Mapping[str, DataConfig], policy: PolicyTeacherConfig | None) -> None:
-    """Check that prime-rl's environment can load the problems, and give a policy its hints.
-
-    Raises:
-        RecipeError: it cannot; the message names the key.
-    """
+    """Check that prime-rl's environment can load the problems, and give a policy its hints."""
     for data in sources.values():
         if data.source == "rows":
             raise RecipeError(
@@ -179,11 +167,7 @@ def refuse_environments(
     policy: PolicyTeacherConfig | None,
     version: Version,
 ) -> None:
-    """Check that the version runs every environment by id.
-
-    Raises:
-        RecipeError: it does not; the message names the key.
-    """
+    """Check that the version runs every environment by id."""
     for name, source in environments.items():
         table, api = f"environments.{name}", source.api or version.api
         # The one-machine engine runs v1, which is also what an unset api means there.
@@ -211,11 +195,7 @@ def refuse_environments(
 def refuse_asker(
     loss: LossConfig, teachers: Mapping[str, TeacherConfig], with_policy: bool
 ) -> None:
-    """Check that the process that has to ask the teachers can ask all of them.
-
-    Raises:
-        RecipeError: it cannot, or the teachers' tables disagree; the message names the key.
-    """
+    """Check that the process that has to ask the teachers can ask all of them."""
     reads_states = loss.reads_hidden_states
     for key in TEACHER_KEYS:
         values = asker_settings(teachers, key)
@@ -241,11 +221,7 @@ def refuse_asker(
 def refuse_tokenizers(
     teachers: Mapping[str, TeacherConfig], loss: LossConfig, version: Version
 ) -> None:
-    """Check that teachers with tokenizers of their own can be asked.
-
-    Raises:
-        RecipeError: they cannot; the message names the key.
-    """
+    """Check that teachers with tokenizers of their own can be asked."""
     table = next((table for table, one in teachers.items() if one.tokenizer == "own"), None)
     if table is None:
         return
@@ -271,11 +247,7 @@ def asker_settings(teachers: Mapping[str, TeacherConfig], key: str) -> set[str]:
 
 
 def refuse_two_credentials(servers: Mapping[str, RolloutConfig | TeacherConfig]) -> None:
-    """Check that no server has both a password and an API key; prime-rl would drop the key.
-
-    Raises:
-        RecipeError: one has; the message names its table and the environment variable.
-    """
+    """Check that no server has both a password and an API key; prime-rl would drop the key."""
     for table, server in servers.items():
         key = os.environ.get(server.api_key_var)
         if key and server.url is not None and has_credentials(server.url):
@@ -286,9 +258,6 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
     """Check that prime-rl's algorithm ``opsd`` covers a hint-conditioned teacher.
 
     ``opsd`` scores with the live policy, which reads a hint in a system message.
-
-    Raises:
-        RecipeError: it does not; the message names the key.
     """
     if not version.algorithms:
         able = ", ".join(name for name, other in VERSIONS.items() if other.algorithms)

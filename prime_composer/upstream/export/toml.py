@@ -12,11 +12,7 @@ from prime_composer.upstream.versions.records import VERSIONS
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
-    """Return tables as a TOML document.
-
-    Raises:
-        RecipeError: tomli-w is not installed.
-    """
+    """Return tables as a TOML document."""
     try:
         import tomli_w
     except ImportError:
@@ -25,11 +21,7 @@ def to_toml(table: Mapping[str, Any]) -> str:
 
 
 def as_text(table: Mapping[str, Any], head: Sequence[str]) -> str:
-    """Return tables as a TOML document under a comment.
-
-    Raises:
-        RecipeError: tomli-w is not installed.
-    """
+    """Return tables as a TOML document under a comment."""
     comment = "".join(f"# {line}".rstrip() + "\n" for line in head)
     return f"{comment}\n{to_toml(table)}" if head else to_toml(table)
 
@@ -66,9 +58,6 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
     """Merge a recipe's table of prime-rl's own settings into an exported one, in place.
 
     Its tables named after a version count for that version alone.
-
-    Raises:
-        RecipeError: as ``merge``. Or a version's table is there in both spellings, or is no table.
     """
     own = {key: plain_name(key) for key in native if plain_name(key) in VERSIONS}
     for name in own.values():
@@ -84,11 +73,7 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
 
 
 def merge(target: dict[str, Any], source: Mapping[str, Any], place: str = "prime_rl") -> None:
-    """Merge ``source`` into ``target``, table by table. Lists and values are replaced.
-
-    Raises:
-        RecipeError: a value is where ``target`` has a table.
-    """
+    """Merge ``source`` into ``target``, table by table. Lists and values are replaced."""
     for key, value in source.items():
         if not isinstance(target.get(key), dict):
             target[key] = plain(value)

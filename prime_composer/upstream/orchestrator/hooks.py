@@ -61,17 +61,11 @@ next one is scored.
 
 
 class Scoring(NamedTuple):
-    """One rollout or episode that a distilling algorithm scores.
+    """One rollout or episode that a distilling algorithm scores."""
 
-    Attributes:
-        frozen: a frozen teacher scores, and not the live policy (opsd).
-        tally: the hooks that ran on it.
-        traces: the rollouts that train, with their messages.
-    """
-
-    frozen: bool
-    tally: Tally
-    traces: Sequence[Any] = ()
+    frozen: bool  # a frozen teacher scores, and not the live policy (opsd)
+    tally: Tally  # the hooks that ran on it
+    traces: Sequence[Any] = ()  # the rollouts that train, with their messages
 
 
 SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)

@@ -17,11 +17,7 @@ from prime_composer.upstream.versions.toml_shapes import HEADER
 
 
 def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
-    """Return the teachers that a header names for an environment, with weights that add up to 1.
-
-    Raises:
-        ValueError: the header is no such JSON, or its table lacks the environment.
-    """
+    """Return the teachers that a header names for an environment, with weights that add up to 1."""
     try:
         return read_entries(json.loads(header), environment)
     except (ValueError, RecursionError) as error:
@@ -35,11 +31,7 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
 
 @functools.cache
 def client_of(url: str, api_key_var: str) -> Any:
-    """Return the openai client of a teacher's server, one per server.
-
-    Raises:
-        ValueError: the URL has a user or a password, and the variable has an API key.
-    """
+    """Return the openai client of a teacher's server, one per server."""
     from openai import AsyncOpenAI
 
     key = os.environ.get(api_key_var)
@@ -51,12 +43,7 @@ def client_of(url: str, api_key_var: str) -> Any:
 async def score_by_each(
     requests: Requests, teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
 ) -> Scores:
-    """Ask every teacher for its scores, and return their mixture, from the second token on.
-
-    Raises:
-        ValueError: a teacher did not answer (the message names it). prime-rl waits only for the
-            first one to come up.
-    """
+    """Ask every teacher for its scores, and return their mixture, from the second token on."""
 
     async def score(teacher: Teacher) -> Scores:
         client = client_of(teacher.url, teacher.api_key_var)

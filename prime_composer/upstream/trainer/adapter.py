@@ -55,17 +55,11 @@ WITHOUT_BATCH = (
 
 
 class Shard(NamedTuple):
-    """This rank's place in context parallelism.
+    """This rank's place in context parallelism."""
 
-    Attributes:
-        rank: index of the shard.
-        size: number of shards.
-        group: process group of all shards of a sequence.
-    """
-
-    rank: int
-    size: int
-    group: Any
+    rank: int  # index of the shard
+    size: int  # number of shards
+    group: Any  # process group of all shards of a sequence
 
 
 class Adapter:

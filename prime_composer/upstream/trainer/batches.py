@@ -162,11 +162,7 @@ class MicroBatch:
         return bool((distilled_of(self._tensors, self.on_rl_tokens) & ~self.has_support).any())
 
     def check_support(self, vocab_size: int) -> None:
-        """Check the supports of the scored tokens, once (``validity.check_support``).
-
-        Args:
-            vocab_size: entries of the student's head.
-        """
+        """Check the supports of the scored tokens, once (``validity.check_support``)."""
         if self.support is not None and self._vocab_size is None:
             check_support(self.support.rows(self.scored), vocab_size)
             self._vocab_size = vocab_size
@@ -289,9 +285,6 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
 
     prime-rl renormalizes its log-probs over these ids (top-p replay). Those of a support or of the
     whole vocabulary are normalized over all ids, as the teacher's are.
-
-    Args:
-        given: a micro-batch, or the arguments of an output head.
     """
     for name in SAMPLING_MASKS:
         if given.get(name) is not None:
@@ -305,12 +298,7 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
 
 
 def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:
-    """Return which tokens of a micro-batch the loss compares with a teacher.
-
-    Args:
-        tensors: prime-rl's micro-batch.
-        on_rl_tokens: the loss is called on rl tokens.
-    """
+    """Return which tokens of a micro-batch the loss compares with a teacher."""
     trained: Tensor = tensors["loss_mask"][0]
     if not on_rl_tokens and "ref_kl_weights" not in tensors:
         return trained

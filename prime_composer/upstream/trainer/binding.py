@@ -24,16 +24,6 @@ PATIENCE = 10
 class RegisteredLoss:
     """One of our losses, callable with prime-rl's ``LossInputs`` and returning its ``LossOutputs``.
 
-    Args:
-        objective: the bound loss.
-        contract: prime-rl's loss contract.
-        outputs: prime-rl's ``LossOutputs``.
-        called: notes a call.
-        aligned: returns our own fields of a sequence (``MicroBatch.aligned``), given its
-            ``trainer_logprobs``; None without the whole-run adapter.
-        in_file: ``[trainer.loss]`` names this loss; else rl tokens have a loss of their own.
-        teachers_mixed: the orchestrator has to run with the adapter too, whatever the loss reads.
-
     Attributes:
         compares: the loss compares with a teacher.
         distils: it is called on distillation tokens, not on rl tokens.
@@ -130,12 +120,7 @@ class RegisteredLoss:
         return int(distilled_of(tensors, not self.distils).sum())
 
     def batch_came(self, batches: Sequence[Mapping[str, Any]], step: int) -> list[int]:
-        """Return how many tokens of each micro-batch are for this loss. All ranks call it.
-
-        Args:
-            batches: the micro-batches.
-            step: number of the batch in this process, at least 1.
-        """
+        """Return how many tokens of each micro-batch are for this loss. All ranks call it."""
         tokens = [self.tokens_in(tensors) for tensors in batches]
         if not self.seen:
             self._check_tokens(sum(tokens), batches, step)

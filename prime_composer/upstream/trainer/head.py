@@ -113,7 +113,6 @@ def _rows(
 
     Args:
         temperature: temperature of each position of the head, [n]; None for the batch's own.
-        vocab_size: entries of the head.
     """
     assert batch.support is not None
     if hidden_states.shape[0] != 1:
@@ -172,9 +171,6 @@ def gather_head(state: Adapter) -> None:
 
     It frees the parameters of its root, which a head that is tied to the embeddings belongs to.
     The backward, which comes next, needs them too.
-
-    Raises:
-        UnknownSurface: the weight is not the root's.
     """
     batch = state.micro_batch
     if batch is None or batch.head is None or _is_there(batch.head.weight):

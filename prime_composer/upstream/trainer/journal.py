@@ -18,12 +18,7 @@ FILE = "prime_composer_loss.jsonl"
 
 
 class Journal:
-    """The states of one objective.
-
-    Args:
-        folder: prime-rl's output directory, which all its processes see.
-        start_step: the step that this run begins with.
-    """
+    """The states of one objective."""
 
     def __init__(self, folder: Path, start_step: int):
         self.path = folder / FILE

@@ -44,17 +44,11 @@ CHECKED_EVERY = 16
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """A sequence of a micro-batch that a teacher has to score.
+    """A sequence of a micro-batch that a teacher has to score."""
 
-    Attributes:
-        place: its place in the packed micro-batch.
-        rollout: its tokens, up to the last one that trains.
-        teachers: who scores it.
-    """
-
-    place: slice
-    rollout: Rollout
-    teachers: Sequence[Teacher]
+    place: slice  # its place in the packed micro-batch
+    rollout: Rollout  # its tokens, up to the last one that trains
+    teachers: Sequence[Teacher]  # who scores it
 
 
 def wanted_of(

@@ -19,14 +19,6 @@ def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor
     """Check the teacher's log-probs of the tokens that train, at the price of one synchronization.
 
     NaN is the orchestrator's mark of a sequence that no teacher scored (``hooks.hook_stamps``).
-
-    Args:
-        label: the loss, for the message.
-        ref_logprobs: log q of each token.
-        mask: which tokens train.
-
-    Raises:
-        ValueError: one is not finite, or above 0.
     """
     wrong = mask & ~((ref_logprobs > IMPOSSIBLE) & (ref_logprobs <= LOGPROB_TOLERANCE))
     if wrong.any():
@@ -49,13 +41,6 @@ def check_support(scores: Scores, vocab_size: int) -> None:
     """Check the supports of the tokens that train. Tensors on the CPU cost no synchronization.
 
     Ids beyond the student's head are a wider teacher's padding (``shared_vocabulary``).
-
-    Args:
-        scores: of these tokens. Ids that are not known are not looked at.
-        vocab_size: entries of the student's head.
-
-    Raises:
-        ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
     """
     token_ids, logprobs = scores.token_ids, scores.teacher_logprobs
     if scores.known is not None:

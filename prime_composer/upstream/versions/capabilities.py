@@ -44,18 +44,12 @@ class UnknownSurface(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """One place where prime-rl has, or had, what we touch.
+    """One place where prime-rl has, or had, what we touch."""
 
-    Attributes:
-        module: the module, by its full name.
-        attribute: what is touched there, dotted below the module.
-        needs: the names of parameters or fields that we read or pass.
-        open: we hand on whatever else comes, or only read: another required name is no misfit.
-    """
-
-    module: str
-    attribute: str
-    needs: tuple[str, ...] = ()
+    module: str  # the module, by its full name
+    attribute: str  # what is touched there, dotted below the module
+    needs: tuple[str, ...] = ()  # the names of parameters or fields that we read or pass
+    # we hand on whatever else comes, or only read: another required name is no misfit
     open: bool = False
 
     def __str__(self) -> str:
@@ -64,19 +58,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that we touch in prime-rl.
+    """One thing that we touch in prime-rl."""
 
-    Attributes:
-        name: what it does for us, as the doctor's table says it.
-        roads: the roads that end without it.
-        places: where it is, the newest first.
-        optional: nothing is lost where prime-rl has no such thing.
-    """
-
-    name: str
-    roads: tuple[str, ...]
-    places: tuple[Place, ...]
-    optional: bool = False
+    name: str  # what it does for us, as the doctor's table says it
+    roads: tuple[str, ...]  # the roads that end without it
+    places: tuple[Place, ...]  # where it is, the newest first
+    optional: bool = False  # nothing is lost where prime-rl has no such thing
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,7 @@ Classes = list[type[BaseModel]]
 
 
 class ConfigFields:
-    """The keys of a config class and of those within it.
-
-    Args:
-        root: the class of the whole TOML.
-    """
+    """The keys of a config class and of those within it."""
 
     def __init__(self, root: type[BaseModel]):
         self._root = root
@@ -69,11 +65,7 @@ def importable_fields() -> ConfigFields | None:
 
 
 def probe_version() -> Version:
-    """Return the version of the importable prime-rl, by the fields of its config classes.
-
-    Raises:
-        UnknownSurface: no version fits.
-    """
+    """Return the version of the importable prime-rl, by the fields of its config classes."""
     version, fields = match_version(config_surface(_annotations_of)), importable_fields()
     return version if fields is None else fitted(version, fields)
 

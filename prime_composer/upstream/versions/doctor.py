@@ -46,15 +46,10 @@ PLUGIN = (26, 32)
 
 @dataclass(frozen=True)
 class Report:
-    """What fits a prime-rl, and what does not.
+    """What fits a prime-rl, and what does not."""
 
-    Attributes:
-        place: the folders that were read.
-        findings: one per capability.
-    """
-
-    place: str
-    findings: tuple[Finding, ...]
+    place: str  # the folders that were read
+    findings: tuple[Finding, ...]  # one per capability
 
     def misfits(self, road: str | None = None) -> list[Finding]:
         """Return the findings that cost a road; None: any road."""

@@ -89,46 +89,29 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class LossContract:
-    """One form of prime-rl's interface between trainer and loss.
+    """One form of prime-rl's interface between trainer and loss."""
 
-    Attributes:
-        name: the first version that has it.
-        setup: function of the loss module that imports a custom loss.
-        slot: module global that computes the distillation loss; no TOML key selects it.
-        ref_field: field of LossInputs with the teacher's log-probs.
-        separates_kinds: a run may have both rl and distillation tokens. Each kind has its own loss,
-            and prime-rl gives advantages to rl tokens alone.
-        distillation_key: the TOML setting that produces distillation tokens.
-        rl_key: the TOML setting that produces rl tokens.
-    """
-
-    name: str
-    setup: str
-    slot: str
-    ref_field: str
+    name: str  # the first version that has it
+    setup: str  # function of the loss module that imports a custom loss
+    slot: str  # module global that computes the distillation loss; no TOML key selects it
+    ref_field: str  # field of LossInputs with the teacher's log-probs
+    # a run may have both rl and distillation tokens. Each kind has its own loss, and prime-rl gives
+    # advantages to rl tokens alone.
     separates_kinds: bool
-    distillation_key: str
-    rl_key: str
+    distillation_key: str  # the TOML setting that produces distillation tokens
+    rl_key: str  # the TOML setting that produces rl tokens
 
     def distils(self, loss: Any) -> bool:
         """Return whether a loss is called on distillation tokens; else it is called on rl tokens.
 
         Where the kinds are separate, a loss of rewards and a teacher is called on rl tokens, to
         which the adapter's orchestrator gives a teacher's scores.
-
-        Args:
-            loss: its ``LossConfig``.
         """
         on_rl_tokens = self.separates_kinds and loss.reads_rewards_and_teacher
         return bool(loss.compares_with_teacher and not on_rl_tokens)
 
     def provides(self, loss: Any, adapter: bool) -> frozenset[str]:
-        """Return the inputs that the trainer provides to a loss.
-
-        Args:
-            loss: its ``LossConfig``.
-            adapter: the hooks of the whole-run adapter are active.
-        """
+        """Return the inputs that the trainer provides to a loss."""
         inputs = {"ref_logprobs"}
         if adapter or not (self.separates_kinds and loss.compares_with_teacher):
             inputs.add("advantages")
@@ -159,58 +142,41 @@ LOSS_V0_7 = LossContract(
 
 @dataclass(frozen=True)
 class Version:
-    """What export and launcher have to know about one version of prime-rl.
+    """What export and launcher have to know about one version of prime-rl."""
 
-    Attributes:
-        name: what users type after --dialect, and the key of [prime_rl.NAME].
-        commit: full hash of the commit that this record was written from. None: single files were
-            read, and nobody has run it.
-        surface: entries of ``config_surface`` that tell this version from all older ones.
-        contract: its interface between trainer and loss.
-        environment_key: key of the environments in [orchestrator.train] and [orchestrator.eval].
-        environments: API of verifiers -> what writes an environment of it.
-        api: the API of verifiers that an environment by id has, unless the recipe says another.
-        algorithms: each environment may have an algorithm of its own: ``opd`` with a teacher of its
-            own, without the adapter, or ``opsd``.
-        teachers: writes the teachers into the table of ``algo`` or into the environments.
-        keep_zero_advantages: changes [orchestrator] so that rollouts without an advantage train.
-            None: no key does, and the adapter's orchestrator keeps them.
-        url_is_list: base_url is a list of URLs.
-        student_client: table of [orchestrator] that holds the policy's client.
-        first_step: number of the first training step, as evaluation counts.
-        inference: writes [inference] from vLLM's arguments by vLLM's names.
-        model_option: option of its command ``inference`` that names the model.
-        vllm_option: prefix of options of its command ``inference`` that vLLM receives.
-        wandb: path of the W&B table.
-        run_dir: writes the run directory.
-        resume: changes a TOML table so that the run continues from its newest checkpoint.
-        weights: folder of the run directory with a whole model of its checkpoints. None: it writes
-            none.
-        places: where [orchestrator] has the keys that main moved.
-        vllm_without_plugins: the vLLM that it pins, where that has no endpoint plugins.
-    """
-
-    name: str
+    name: str  # what users type after --dialect, and the key of [prime_rl.NAME]
+    # full hash of the commit that this record was written from. None: single files were read, and
+    # nobody has run it.
     commit: str | None
+    # entries of ``config_surface`` that tell this version from all older ones
     surface: tuple[str, ...]
-    contract: LossContract
-    environment_key: str
+    contract: LossContract  # its interface between trainer and loss
+    environment_key: str  # key of the environments in [orchestrator.train] and [orchestrator.eval]
+    # API of verifiers -> what writes an environment of it
     environments: Mapping[str, EnvironmentWriter]
-    api: str
+    api: str  # the API of verifiers that an environment by id has, unless the recipe says another
+    # each environment may have an algorithm of its own: ``opd`` with a teacher of its own, without
+    # the adapter, or ``opsd``
     algorithms: bool
+    # writes the teachers into the table of ``algo`` or into the environments
     teachers: TeachersWriter
+    # changes [orchestrator] so that rollouts without an advantage train. None: no key does, and the
+    # adapter's orchestrator keeps them.
     keep_zero_advantages: Callable[[Table], None] | None
-    url_is_list: bool
-    student_client: str
-    first_step: int
-    inference: Callable[[Table], Table]
-    model_option: str
-    vllm_option: str
-    wandb: tuple[str, ...]
-    run_dir: Callable[[Path], Table]
+    url_is_list: bool  # base_url is a list of URLs
+    student_client: str  # table of [orchestrator] that holds the policy's client
+    first_step: int  # number of the first training step, as evaluation counts
+    inference: Callable[[Table], Table]  # writes [inference] from vLLM's arguments by vLLM's names
+    model_option: str  # option of its command ``inference`` that names the model
+    vllm_option: str  # prefix of options of its command ``inference`` that vLLM receives
+    wandb: tuple[str, ...]  # path of the W&B table
+    run_dir: Callable[[Path], Table]  # writes the run directory
+    # changes a TOML table so that the run continues from its newest checkpoint
     resume: Callable[[Table], None]
+    # folder of the run directory with a whole model of its checkpoints. None: it writes none.
     weights: str | None
-    places: Places = PLACES
+    places: Places = PLACES  # where [orchestrator] has the keys that main moved
+    # the vLLM that it pins, where that has no endpoint plugins
     vllm_without_plugins: str | None = None
 
     @property
@@ -336,9 +302,6 @@ def probe_contract(module: ModuleType) -> LossContract:
     """Return the loss contract of prime-rl's loss module.
 
     The slot is a capability of its own: a loss of rl tokens does without it.
-
-    Raises:
-        UnknownSurface: no contract fits; the message names what differs.
     """
     setup, inputs, _ = (take(each, module) for each in (LOSS_SETUP, LOSS_INPUTS, LOSS_OUTPUTS))
     fields = signature_of(inputs)
@@ -357,10 +320,6 @@ def config_surface(annotations: Callable[[str, str], Mapping[str, str]]) -> froz
 
     Entries are ``rl.FIELD``, ``orchestrator.FIELD``, ``orchestrator.train.FIELD`` and
     ``teacher.FIELD: TYPE``.
-
-    Args:
-        annotations: returns the types of the fields of a class, given its module and its name;
-            nothing where it is gone.
     """
     return frozenset(
         f"{place}.{field}: {kind}" if place == "teacher" else f"{place}.{field}"
@@ -370,11 +329,7 @@ def config_surface(annotations: Callable[[str, str], Mapping[str, str]]) -> froz
 
 
 def match_version(surface: Iterable[str]) -> Version:
-    """Return the newest version whose ``surface`` is among the given entries.
-
-    Raises:
-        UnknownSurface: no version fits; the message says what each one lacks.
-    """
+    """Return the newest version whose ``surface`` is among the given entries."""
     entries = frozenset(surface)
     reports = []
     for version in reversed(VERSIONS.values()):

@@ -43,19 +43,12 @@ API_KEY_VAR = "VLLM_API_KEY"
 
 
 class Places(NamedTuple):
-    """Where [orchestrator] has four keys: dotted paths below it.
+    """Where [orchestrator] has four keys: dotted paths below it."""
 
-    Attributes:
-        algo: the algorithm of all environments.
-        group_size: rollouts of one prompt.
-        eval_size: problems that are evaluated, of each environment.
-        top_p: top-p of the rollouts.
-    """
-
-    algo: str
-    group_size: str
-    eval_size: str
-    top_p: str
+    algo: str  # the algorithm of all environments
+    group_size: str  # rollouts of one prompt
+    eval_size: str  # problems that are evaluated, of each environment
+    top_p: str  # top-p of the rollouts
 
 
 PLACES = Places("algo", "group_size", "eval.num_examples", "train.sampling.extra_body.top_p")
