@@ -691,6 +691,12 @@ def test_head_says_how_to_log_to_wandb(version):
         assert "W&B" not in "".join(export_recipe(recipe(**changes), version).head)
 
 
+def test_head_says_what_ends_a_rollout():
+    """Where a teacher may have another end, which one machine would take too."""
+    head = "".join(export_recipe(recipe(), "head").head)
+    assert "generation_config.json" in head and "eos_token_id" in head
+
+
 def test_head_says_that_prime_rl_samples_ahead():
     """Where neither the recipe nor its [prime_rl] says how far."""
     key = "max_off_policy_steps"

@@ -59,6 +59,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         *adapters(plan),
         *packages(plan),
         *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
+        *ends(plan),
         *sampling_ahead(plan, table),
         *evaluation_left_out(plan),
         *wandb_left_out(plan, table),
@@ -161,6 +162,17 @@ def temperatures(loss: LossConfig, sampled: float) -> list[str]:
             'k = "full" compares student and teacher without it, at the temperature of the loss.',
         ]
     return [*lines, "The teacher scores at 1, so the loss compares two temperatures."]
+
+
+def ends(plan: Plan) -> list[str]:
+    """Return what ends a rollout, which on one machine the teachers' ends do too."""
+    if not plan.recipe.loss.compares_with_teacher:
+        return []
+    return [
+        "",
+        "A rollout ends where the library `renderers` and the student's generation_config.json",
+        "end it. Name the end of a chat teacher there too (eos_token_id), for a base student.",
+    ]
 
 
 def sampling_ahead(plan: Plan, table: Mapping[str, Any]) -> list[str]:
