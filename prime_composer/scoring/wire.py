@@ -40,8 +40,8 @@ Bytes = bytes | bytearray | memoryview
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 WITHOUT_PLUGIN = (
-    "scoring plugin and answers in JSON, which is several times slower for K of 8 and more; "
-    "`prime-composer teacher` starts a server with it"
+    "scoring plugin and answers in JSON, which has no hidden states, and is several times slower "
+    "for K of 8 and more; `prime-composer teacher` starts a server with it"
 )
 """End of the sentence in which a client says that a server has or had no plugin."""
 
