@@ -127,6 +127,7 @@ OF_A_STEP = {
     "rollout/tool_calls": "calls of tools of an episode",
     "rollout/turn_limit": "share of episodes that end at the limit of turns",
     "rollout/failed": "share of episodes that failed",
+    "rollout/special_texts": "share of episodes that were told the text of a special token",
     "rollout/max_tokens": "the step's largest length, with `[rollout.growth]`",
     "rollout/staleness": "updates since the rollouts were sampled, with `rollout.ahead`",
     "rollout/padding_ids": "sampled ids that a teacher's output head lacks",

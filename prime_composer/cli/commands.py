@@ -4,7 +4,6 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 """
 
 import argparse
-import itertools
 import shlex
 import signal
 import sys
@@ -58,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explain(error: Exception) -> str | None:
-    """Return the message of an error that a user can cause; None for one that we did.
-
-    A ``ValueError`` is how every room refuses what a user wrote or set up.
-    """
+    """Return the message of an error that a user can cause; None for one that we did."""
     from prime_composer.backends.errors import os_error
     from prime_composer.extras import pip_install
     from prime_composer.local.run_dir.disk import describe
@@ -183,10 +179,8 @@ def _check(args: argparse.Namespace) -> int:
     except RecipeError:
         from prime_composer.upstream.launch import check_native
 
-        native = check_native(args.config, args.overrides)
-        if native is None:
+        if (shown := check_native(args.config, args.overrides)) is None:
             raise
-        shown = native
     print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0
 
@@ -277,7 +271,7 @@ def _report(args: argparse.Namespace) -> int:
     from prime_composer.cli.report import draw_report, print_report
     from prime_composer.upstream.launches import missing
 
-    for sentence in itertools.chain.from_iterable(missing(Path(run)) for run in args.runs):
+    for sentence in [each for run in args.runs for each in missing(Path(run))]:
         print(f"{program()} report: {sentence}", file=sys.stderr)
     output = Path(args.output) if args.output else Path(args.runs[0]) / "report.png"
     print_report(args.runs)
@@ -451,8 +445,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "rl": (_rl, "Run a recipe.", RL),
     "check": (
         _check,
-        "Validate a recipe, or the loss of prime-rl's own TOML. Print it with every default "
-        "filled in.",
+        "Validate a recipe, or the loss of prime-rl's own TOML. Print it with all defaults.",
         (option("config", metavar="FILE"), OVERRIDES),
     ),
     "probe": (

@@ -4,8 +4,8 @@ A process in which this package is absent cannot say so: it trains prime-rl's ow
 launcher gives each launch a folder in the run directory, with the settings for all its processes.
 The trainer's ranks and the orchestrator, each when it first works, leave a mark there. After the
 first step a missing mark ends the run, or names it: the other ranks, the orchestrator,
-``prime-rl report`` and the next resume look. Marks of other launches in the same directory do not
-count, and a launch that trained nothing needs none.
+``prime-composer report`` and the next resume look. Marks of other launches in the same directory do
+not count, and a launch that trained nothing needs none.
 
 Nobody looks where no process of a launch has the package.
 """

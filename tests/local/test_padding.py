@@ -377,7 +377,9 @@ def test_server_elsewhere_says_its_size_or_how_to(
                     LOG_FLOOR
                 )
             else:
-                with pytest.raises(ServerError, match="wider head .* start it with prime-rl tea"):
+                with pytest.raises(
+                    ServerError, match="wider head .* start it with prime-composer tea"
+                ):
                     scorer.score([rollout], 0)
 
 

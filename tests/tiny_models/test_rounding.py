@@ -257,7 +257,7 @@ def test_export_names_the_rounded_model(
     path.write_text(tomli_w.dumps(recipe_of(source, bits=5)))
     command = ["export", str(path), "--dialect", "head", "--set", "trainer.dtype=bfloat16"]
     assert main(command) == 2
-    assert "[student.prepare] builds" in capsys.readouterr().err
+    assert "[student.prepare]: builds" in capsys.readouterr().err
     assert main(["prepare", "--config", str(path)]) == 0
     folder = capsys.readouterr().out.splitlines()[-1].removeprefix("student: ")
     assert "/rounded-5bit-8-" in folder

@@ -64,13 +64,13 @@ class Job:
         venv = self.project / ".venv"
         self.log = folder / "uv.log"
         base = python_of(version)
+        self.env = environment_of(version, trees, folder)
         subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True)
         (site,) = (venv / "lib").glob("python*/site-packages")
         # A line with a folder: its packages can be imported, and its own .pth files do not count.
         (own,) = (base.parents[1] / "lib").glob("python*/site-packages")
         (site / "base.pth").write_text(f"{own}\n")
         self.site, self.python = site, venv / "bin" / "python"
-        self.env = environment_of(version, trees, folder)
         parts = self.env["PYTHONPATH"].split(os.pathsep)
         self.env["PYTHONPATH"] = os.pathsep.join(part for part in parts if part != str(REPO))
         self.env.pop("PRIME_COMPOSER", None)
