@@ -4,4 +4,4 @@ This file imports no other file of the package. It may go at 1.0.
 """
 
 REMOVED: dict[str, str] = {}
-"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, a sentence without its full stop."""
+"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, without a full stop."""

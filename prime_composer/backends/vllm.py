@@ -271,6 +271,15 @@ class VLLMEngine:
             )
 
 
+class VLLMSampler(VLLMEngine):
+    """Rollouts from a vLLM engine in this process (``protocols.Sampler``): log mu is processed.
+
+    See ``VLLMEngine`` for the arguments.
+    """
+
+    logprobs_mode = "processed_logprobs"
+
+
 def default_kv_cache_bytes(
     model: str, dtype: str, max_model_len: int | None, sequences: int
 ) -> int:

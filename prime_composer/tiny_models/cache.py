@@ -24,8 +24,10 @@ from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
-from prime_composer.tiny_models.progress import Progress
 from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
+
+Progress = Callable[[int, int, float], None]
+"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
