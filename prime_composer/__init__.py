@@ -6,6 +6,7 @@ A map, in the order of the imports. No room imports one below it:
   loss's metrics, the tensors between trainer and loss, the maths of divergences, log-probs from
   hidden states, divergences over the vocabulary.
 - ``tables``: the base of every table that a user writes.
+- ``removed``: keys of earlier versions, and what to do instead.
 - ``extras``: the pip line of an optional part, as every message has it.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
 - ``problems``: the questions and how answers are checked. It imports no other room.

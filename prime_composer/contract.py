@@ -165,9 +165,6 @@ class TeacherHead:
         """Refuse a bias that is not finite, which every road to a teacher's head passes.
 
         With -inf an id has no probability, and a KL is NaN or infinite.
-
-        Raises:
-            InvalidAnswer: an entry is NaN or infinite.
         """
         if self.bias is not None:
             self.refuse_non_finite("bias", self.bias)

@@ -71,6 +71,16 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_case[near[0]] if near else None
 
 
+LARGEST_BATCH = 1_000_000
+"""Upper bound of what one step asks for. This one and the next are far beyond any machine."""
+
+LONGEST_CONTEXT = 100_000_000
+"""Upper bound of lengths in tokens."""
+
+MOST_STEPS = 100_000_000
+"""Upper bound of steps and intervals."""
+
+
 def refuse_above(table: Table, low: str, high: str, remedy: str) -> None:
     """Refuse a table whose key ``low`` exceeds its key ``high``."""
     lower, upper = getattr(table, low), getattr(table, high)

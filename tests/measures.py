@@ -1,19 +1,25 @@
 """Measure the house: lines per room, and what does not grow with features.
 
-    python -m tests.measures
+    python -m tests.measures [--lower]
 
-``test_measures.py`` asserts the second part. Line totals are printed and never asserted.
+``test_measures.py`` asserts both: lines and words against ``budgets.toml``. ``--lower`` writes what
+is measured there where that is less. Nothing raises a budget but an editor, in a commit that says
+what the lines bought.
 """
 
+import argparse
 import ast
 import io
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
+PROJECT = Path(__file__).resolve().parents[1]
+PACKAGE = PROJECT / "prime_composer"
+BUDGETS = PROJECT / "tests" / "budgets.toml"
 NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
@@ -25,13 +31,11 @@ class Function:
         name: module and qualified name.
         body: lines from the first statement after the docstring to the last.
         nesting: deepest block, 0 for none. An ``elif`` is no deeper than its ``if``.
-        takes_recipe: whether a parameter is annotated as ``Recipe``.
     """
 
     name: str
     body: int
     nesting: int
-    takes_recipe: bool
 
 
 def sources() -> Iterator[Path]:
@@ -53,11 +57,7 @@ def functions() -> list[Function]:
 def _measured(module: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Function:
     body = node.body[1:] if ast.get_docstring(node) is not None else node.body
     lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
-    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    takes_recipe = any(
-        one.annotation is not None and ast.unparse(one.annotation) == "Recipe" for one in arguments
-    )
-    return Function(f"{module}.{node.name}", lines, max(map(_depth, body), default=0), takes_recipe)
+    return Function(f"{module}.{node.name}", lines, max(map(_depth, body), default=0))
 
 
 def _depth(node: ast.AST) -> int:
@@ -74,18 +74,35 @@ def _depth(node: ast.AST) -> int:
     return deepest + isinstance(node, NESTS)
 
 
-def file_lines() -> dict[str, int]:
-    """Return the lines of every file."""
-    return {str(path.relative_to(PACKAGE)): path.read_text().count("\n") for path in sources()}
+def totals() -> dict[str, Counter[str]]:
+    """Return lines and code of the package by room, lines of the tests, words of the documents."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in ("lines", "code", "outside")}
+    for path in sources():
+        parts = path.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else "top_level"
+        found["lines"].update({key: path.read_text().count("\n") for key in (room, "package")})
+        found["code"].update({key: code_lines(path) for key in (room, "package")})
+    for path in sorted(PROJECT.rglob("*.py")):
+        if path.relative_to(PROJECT).parts[0] == "tests":
+            found["outside"]["test_lines"] += path.read_text().count("\n")
+    for path in sorted(PROJECT.rglob("*.md")):
+        if not path.relative_to(PROJECT).parts[0].startswith((".", "outputs")):
+            found["outside"]["words_of_documents"] += len(path.read_text().split())
+    return found
 
 
-def modules_per_folder() -> Counter[str]:
-    """Return the modules of every folder, without ``__init__`` and ``__main__``."""
-    return Counter(
-        str(path.parent.relative_to(PACKAGE))
-        for path in sources()
-        if not path.name.startswith("__")
-    )
+def budgets() -> dict[str, dict[str, int]]:
+    """Return what ``totals`` may be at most."""
+    return tomllib.loads(BUDGETS.read_text())
+
+
+def lower() -> None:
+    """Write what is measured as the budget, where it is less, and drop rooms that are gone."""
+    known, blocks = budgets(), []
+    for table, counts in totals().items():
+        items = {key: min(count, known[table].get(key, 0)) for key, count in counts.items()}
+        blocks.append("\n".join([f"[{table}]", *(f"{k} = {v}" for k, v in sorted(items.items()))]))
+    BUDGETS.write_text("\n\n".join(blocks) + "\n")
 
 
 def comparisons_of_backends() -> list[str]:
@@ -131,27 +148,20 @@ def code_lines(path: Path) -> int:
 
 def main() -> None:
     """Print the tables."""
-    rooms: dict[str, list[int]] = {}
-    for path in sources():
-        room = path.relative_to(PACKAGE).parts[0]
-        totals = rooms.setdefault(room.removesuffix(".py"), [0, 0, 0])
-        for place, count in enumerate((1, path.read_text().count("\n"), code_lines(path))):
-            totals[place] += count
-    print(f"{'room':<18}{'files':>6}{'lines':>8}{'code':>8}")
-    for room, totals in sorted(rooms.items(), key=lambda item: -item[1][1]):
-        print(f"{room:<18}{totals[0]:>6}{totals[1]:>8}{totals[2]:>8}")
-    everything = [sum(column) for column in zip(*rooms.values(), strict=True)]
-    print(f"{'all':<18}{everything[0]:>6}{everything[1]:>8}{everything[2]:>8}")
-    print()
-    long = sorted(file_lines().items(), key=lambda item: -item[1])
-    found = functions()
-    print("files over 500 lines:", [f"{name} {count}" for name, count in long if count > 500])
-    print("modules in one folder:", modules_per_folder().most_common(4))
-    print("longest bodies:", [(f.name, f.body) for f in sorted(found, key=lambda f: -f.body)[:6]])
-    print("deepest:", [(f.name, f.nesting) for f in sorted(found, key=lambda f: -f.nesting)[:6]])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--lower", action="store_true", help="lower the budgets to what there is")
+    if parser.parse_args().lower:
+        lower()
+    found, allowed = totals(), budgets()
+    for table, counts in found.items():
+        print(f"{table:<22}{'now':>8}{'budget':>8}")
+        for key, count in sorted(counts.items(), key=lambda item: -item[1]):
+            print(f"  {key:<20}{count:>8}{allowed[table].get(key, 0):>8}")
+    each = functions()
+    print("longest bodies:", [(f.name, f.body) for f in sorted(each, key=lambda f: -f.body)[:6]])
+    print("deepest:", [(f.name, f.nesting) for f in sorted(each, key=lambda f: -f.nesting)[:6]])
     print("containers of a teacher's scores:", containers_of_scores())
     print("backends compared with a name:", comparisons_of_backends())
-    print("functions that take a Recipe:", sum(f.takes_recipe for f in found))
 
 
 if __name__ == "__main__":

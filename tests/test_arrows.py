@@ -48,8 +48,8 @@ ALLOWED = {
 }
 ALLOWED["cli"] |= {"upstream"}
 for room_of_tables in ("problems", "losses", *ROOMS, "upstream", "trl"):
-    ALLOWED[room_of_tables] |= {"tables", "extras"}
-ALLOWED["tables"] = ALLOWED["extras"] = set()
+    ALLOWED[room_of_tables] |= {"tables", "extras", "removed"}
+ALLOWED["tables"] = ALLOWED["extras"] = ALLOWED["removed"] = set()
 OF_UPSTREAM = {
     "backends": {
         *("alignment", "answers", "errors", "hf_model", "model_files", "protocols"),

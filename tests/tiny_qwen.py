@@ -54,7 +54,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_sampler(models):
     """Return a sampler of the tied model; only for tests marked ``vllm``."""
-    from prime_composer.samplers.vllm import VLLMSampler
+    from prime_composer.backends.vllm import VLLMSampler
 
     sampler = VLLMSampler(models.tied, max_model_len=320)
     yield sampler

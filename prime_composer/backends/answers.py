@@ -89,15 +89,7 @@ def check_batch(
     ranked: bool = True,
     trained: bool = True,
 ) -> None:
-    """Check the scores of several sequences as ``check_scores`` does, in arrays of ``BLOCK``.
-
-    Args:
-        batch: scores, sampled tokens and index of each sequence.
-        k, vocab_size, origin, ranked, trained: of ``check_scores``, for all of them.
-
-    Raises:
-        InvalidAnswer: one cannot be of one distribution; the message names it.
-    """
+    """Check the scores of several sequences as ``check_scores`` does, in arrays of ``BLOCK``."""
     for scores, sampled, sequence in batch:
         n = len(sampled)
         own, ids, logprobs = scores.ref_logprobs, scores.token_ids, scores.teacher_logprobs
@@ -260,13 +252,6 @@ def check_completion(
     Args:
         ids: sampled tokens, [m].
         logprobs: log mu of each, [m].
-        max_tokens: longest completion that was asked for; None where it is unknown.
-        vocab_size: entries of the model's head; None where it is unknown.
-        origin: who answered, for the message.
-        prompt: index of the prompt in its request.
-
-    Raises:
-        InvalidAnswer: it cannot.
     """
     refuse = functools.partial(_refuse_completion, origin, prompt)
     if len(ids) != len(logprobs):

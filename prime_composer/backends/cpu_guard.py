@@ -194,15 +194,7 @@ def keep_process_groups() -> None:
 
 
 def import_vllm(multiprocessing: bool = False) -> Any:
-    """Return the vllm module, imported so that it works on a CPU build too.
-
-    Args:
-        multiprocessing: engines get a process of their own, as in a server; otherwise they run in
-            this process.
-
-    Raises:
-        ImportError: vLLM is missing; the message names the pip line.
-    """
+    """Return the vllm module, imported so that it works on a CPU build too."""
     set_vllm_environment(multiprocessing)
     hide_cuda_packages()
     use_one_thread()

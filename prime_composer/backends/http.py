@@ -74,10 +74,7 @@ class Away(Exception):
     """A try failed, and another one may succeed.
 
     Args:
-        reason: the status, or why the connection failed.
-        status: of the answer; None where the connection failed.
         retry_after: seconds that the server asks for.
-        details: the server's own words.
     """
 
     def __init__(
@@ -543,11 +540,7 @@ def proxy_of(url: str) -> str:
 
 
 def check_api_key(api_key: str, variable: str, section: str) -> None:
-    """Check that an HTTP header can carry the key.
-
-    Raises:
-        ServerError: it cannot. The message does not repeat the key.
-    """
+    """Check that an HTTP header can carry the key."""
     wrong = re.search(r"[^\x21-\x7e]", api_key)
     if wrong is not None:
         raise ServerError(

@@ -10,7 +10,6 @@ class Incoming:
     """The bytes of an answer as they come.
 
     Args:
-        length: of the answer; None where it is not known. Then they are copied as they grow.
         tail: bytes at the end that begin at an address for every dtype.
 
     Attributes:

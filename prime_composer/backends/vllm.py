@@ -271,6 +271,15 @@ class VLLMEngine:
             )
 
 
+class VLLMSampler(VLLMEngine):
+    """Rollouts from a vLLM engine in this process (``protocols.Sampler``): log mu is processed.
+
+    See ``VLLMEngine`` for the arguments.
+    """
+
+    logprobs_mode = "processed_logprobs"
+
+
 def default_kv_cache_bytes(
     model: str, dtype: str, max_model_len: int | None, sequences: int
 ) -> int:
@@ -344,12 +353,9 @@ class PackedWeights:
     most of its time on finding out which tensors belong together. Here the parameters stay, without
     their memory. So a load is that of the engine's start: ``load_weights`` of vLLM's model, and
     then vLLM's ``process_weights_after_loading``, which packs.
-
-    Attributes:
-        removed: layer, parameter with vLLM's loader, and shape, as the layer has it while weights
-            are loaded.
     """
 
+    # layer, parameter with vLLM's loader, and shape, as the layer has it while weights are loaded
     removed: list[tuple[nn.Module, nn.Parameter, torch.Size]] = field(default_factory=list)
 
     def restore(self) -> None:

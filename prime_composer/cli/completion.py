@@ -27,11 +27,7 @@ ENDS = {
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a shell, "bash" or "zsh", for the whole program's parser.
-
-    Raises:
-        ValueError: shtab, which writes such scripts, is not installed.
-    """
+    """Return the completion script of a shell, "bash" or "zsh", for the whole program's parser."""
     try:
         import shtab
     except ImportError:

@@ -72,11 +72,7 @@ def distill(
 
 
 def read_recipe_of(recipe: AnyRecipe, takes_rows: bool) -> Recipe:
-    """Return a recipe of any form, whose data are given rows where it takes them.
-
-    Raises:
-        RecipeError: it is none, or it has several environments or another source of data.
-    """
+    """Return a recipe of any form, whose data are given rows where it takes them."""
     if isinstance(recipe, Recipe):
         if takes_rows and (recipe.data is None or recipe.data.source != "rows"):
             raise RecipeError('rows: set source = "rows" in the recipe\'s [data]')

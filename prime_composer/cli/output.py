@@ -29,11 +29,7 @@ def _substitute(error: UnicodeError) -> tuple[str, int]:
 
 
 class Output:
-    """A text stream whose errors end nothing: what cannot be written is lost.
-
-    Args:
-        stream: standard output or standard error.
-    """
+    """A text stream whose errors end nothing: what cannot be written is lost."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -45,13 +45,9 @@ def version() -> str:
 
 
 class Program(argparse.ArgumentParser):
-    """The parser of the whole program. Its help has the commands by task, a line each.
+    """The parser of the whole program. Its help has the commands by task, a line each."""
 
-    Attributes:
-        texts: command -> its help.
-    """
-
-    texts: dict[str, str]
+    texts: dict[str, str]  # command -> its help
 
     def format_help(self) -> str:
         """Return the overview: usage, commands by task, options."""

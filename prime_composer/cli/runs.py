@@ -72,16 +72,6 @@ def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
     It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
-
-    Args:
-        wish: what the user asked for.
-        command: the words that ask for it again, for the line with which a stopped run continues.
-        island: what averages the weights with those of other runs, where the recipe has islands.
-
-    Raises:
-        ImportError: a library that the run needs is missing.
-        ValueError: the recipe, its data, its models or the run directory are unusable; or a server,
-            the disk or a check ended the run.
     """
     from prime_composer.local.run_dir.plan import require_libraries
 

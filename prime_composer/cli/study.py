@@ -134,11 +134,7 @@ def wishes_of_stages(run: Run, overwrite: bool) -> list[Wish]:
 
 
 def check_variants(runs: Sequence[Run]) -> list[str]:
-    """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings.
-
-    Raises:
-        RecipeError: a run would stop before its first step; the message begins with its name.
-    """
+    """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings."""
     from prime_composer.local.run_dir.plan import plan
 
     warnings: dict[str, None] = {}
@@ -159,11 +155,7 @@ def check_variants(runs: Sequence[Run]) -> list[str]:
 
 
 def delete(runs: Sequence[Run]) -> None:
-    """Delete what earlier runs of the study left, once every check of all of them has passed.
-
-    Raises:
-        ValueError: a variant is wrong, or a directory is no run or in use. Nothing was touched.
-    """
+    """Delete what earlier runs of the study left, once every check of all of them has passed."""
     there = [run for run in runs if run.run_dir.exists()]
     wishes = [
         wish for run in there if not run.stages for wish in wishes_of_islands(run, overwrite=True)
@@ -236,12 +228,7 @@ def call(command: Sequence[str], log: Path) -> Process:
 
 
 def succeeded(run: Run, status: int) -> bool:
-    """Return whether a run finished, by its exit status; False if it diverged.
-
-    Raises:
-        RecipeError: the run could not start; the message ends with that of its log.
-        KeyboardInterrupt: a signal ended it.
-    """
+    """Return whether a run finished, by its exit status; False if it diverged."""
     if status > 128:
         raise Stopped(status - 128)
     if status not in (0, 1):

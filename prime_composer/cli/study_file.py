@@ -124,25 +124,16 @@ EVALUATED = "eval/truncated"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study.
+    """One run of a study."""
 
-    Attributes:
-        variant: name of the variant.
-        seed: ``trainer.seed``.
-        recipe: the base with the overrides of all variants, of this one, and the seed.
-        overrides: the same as ``--set`` items.
-        base: the recipe file.
-        run_dir: where the run goes.
-        stages: the recipe of each stage, where it has stages. Then ``recipe`` is the last one's,
-            with the steps of all.
-    """
-
-    variant: str
-    seed: int
-    recipe: Recipe
-    overrides: tuple[str, ...]
-    base: Path
-    run_dir: Path
+    variant: str  # name of the variant
+    seed: int  # ``trainer.seed``
+    recipe: Recipe  # the base with the overrides of all variants, of this one, and the seed
+    overrides: tuple[str, ...]  # the same as ``--set`` items
+    base: Path  # the recipe file
+    run_dir: Path  # where the run goes
+    # the recipe of each stage, where it has stages. Then ``recipe`` is the last one's, with the
+    # steps of all.
     stages: Sequence[Recipe] = ()
 
     @property
@@ -183,10 +174,6 @@ def load_study(
 
     ``changes`` are ``section.key=value`` items for all variants, after their own. The runs come
     seed by seed, so that a stopped study has whole seeds to compare.
-
-    Raises:
-        RecipeError: the file, an override or a variant's recipe is wrong, or the variants do not
-            share start and budget.
     """
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
@@ -233,9 +220,6 @@ def is_finished(run: Run) -> bool:
     """Check whether the run's directory contains its last step, with the evaluation after it.
 
     A run that holds nothing out evaluates nothing, as its step 0 shows.
-
-    Raises:
-        RecipeError: it contains another recipe's run.
     """
     if run.stages:
         return all(

@@ -223,23 +223,14 @@ def thirds(series: Series, text: Text) -> str:
 
 
 class Quantity(NamedTuple):
-    """What is compared.
+    """What is compared."""
 
-    Attributes:
-        metric: name in metrics.jsonl, or after the prefix of the run's loss.
-        column: heading of the table.
-        text: formats a value.
-        cell: formats a series for the table.
-        title: title of its panel in the figure; None has no panel.
-        unit: label of the panel's axis.
-    """
-
-    metric: str
-    column: str
-    text: Text
-    cell: Callable[[Series, Text], str] = spread
-    title: str | None = None
-    unit: str = "nats per token"
+    metric: str  # name in metrics.jsonl, or after the prefix of the run's loss
+    column: str  # heading of the table
+    text: Text  # formats a value
+    cell: Callable[[Series, Text], str] = spread  # formats a series for the table
+    title: str | None = None  # title of its panel in the figure; None has no panel
+    unit: str = "nats per token"  # label of the panel's axis
 
     @property
     def name(self) -> str:

@@ -75,13 +75,6 @@ def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str])
 
     What is there already is not asked again. The teachers' own answers to the held-out questions
     are kept too, so that a run without teachers reports them.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ValueError: the recipe has no tape, no fixed teacher, or no answers in its data; or its
-            parts do not fit together.
     """
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.routing import Routing

@@ -115,46 +115,26 @@ def means(totals: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Supports:
-    """The supports of n positions.
+    """The supports of n positions."""
 
-    Attributes:
-        ids: different ones in each row, the known ones first, [n, k].
-        q: Q of each, [n, k]; 1 where it is not known.
-        known: whether a column is one of the support, [n, k].
-    """
-
-    ids: Ints
-    q: Floats
-    known: Bools
+    ids: Ints  # different ones in each row, the known ones first, [n, k]
+    q: Floats  # Q of each, [n, k]; 1 where it is not known
+    known: Bools  # whether a column is one of the support, [n, k]
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Where the rollout's own text is followed row by row, from some positions.
+    """Where the rollout's own text is followed row by row, from some positions."""
 
-    Attributes:
-        at: the position of each.
-        row: the teacher's next row.
-        contents: what the teacher wrote so far, from the position's begin on.
-        mass: its probability.
-        first: the student's first token of that; -1 where that is unknown.
-    """
-
-    at: Ints
-    row: Ints
-    contents: list[bytes]
-    mass: Floats
-    first: Ints
+    at: Ints  # the position of each
+    row: Ints  # the teacher's next row
+    contents: list[bytes]  # what the teacher wrote so far, from the position's begin on
+    mass: Floats  # its probability
+    first: Ints  # the student's first token of that; -1 where that is unknown
 
 
 class Positions:
     """The positions of a completion that have a score.
-
-    Args:
-        pair: the tokenizers.
-        plan: of the completion.
-        candidates: at these positions.
-        rows: the teacher's.
 
     Attributes:
         at: the place of each in the completion, [n].
@@ -242,12 +222,7 @@ class Positions:
         return replace(masses, unlisted=unlisted)
 
     def _followed(self, paths: Paths, moved: list[tuple[Ints, Ints, Floats, Bools]]) -> Paths:
-        """Read one row more of each path; return those that another one has to be read of.
-
-        Args:
-            paths: the paths.
-            moved: takes what was found: positions, tokens, masses, and whether these are open.
-        """
+        """Read one row more of each path; return those that another one has to be read of."""
         least = SMALLEST_BRANCH / np.maximum(paths.mass, 1e-300)
         path, ids, shares = self.rows.largest(paths.row, least)
         next_id = self.teacher_ids[paths.row]
@@ -282,13 +257,7 @@ class Positions:
         return masses.only(kept)
 
     def support(self, masses: Masses, k: int, own: Floats | None) -> Supports:
-        """Return each sampled token, and the most probable resolved ids.
-
-        Args:
-            masses: at the positions.
-            k: ids of a support.
-            own: log Q of the sampled tokens. None: supports do not depend on these.
-        """
+        """Return each sampled token, and the most probable resolved ids."""
         n, end, norm = len(self.at), self.pair.student_end, self.norm(masses)
         every, positions, tokens = np.arange(n), masses.positions, masses.tokens
         sampled = np.zeros(n, bool) if own is None else (norm > 0) & (own > NEVER)
@@ -319,9 +288,7 @@ class Positions:
         The rollout's own teacher token has been refined, unless supports are ``fixed``.
 
         Args:
-            masses: at the positions.
             entries: which of its entries, [e].
-            fixed: supports do not depend on the sampled token.
         """
         at, tokens = masses.positions[entries], masses.tokens[entries]
         row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]

@@ -17,28 +17,20 @@ def added(places: Ints, values: Floats, size: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Masses:
-    """Masses of student tokens at n positions, an entry for each token of a position.
+    """Masses of student tokens at n positions, an entry for each token of a position."""
 
-    Attributes:
-        width: entries of the student's vocabulary.
-        keys: position times ``width``, plus the token, in order, [e].
-        closed: mass that is certain, [e].
-        open: mass that may turn out to be another token's, [e].
-        begun: mass of teacher tokens that may begin it and not end it (``Candidates``), [e]; NaN
-            where the rows have to say it.
-        total: of each position, with the tokens that have no entry, [n].
-        doubtful: open mass of dropped tokens: it belongs to another token, or to another text, [n].
-        unlisted: mass of what follows the rollout's own tokens and is in no list of theirs, [n]: it
-            counts as if nothing followed, and may be another token's.
-    """
-
-    width: int
-    keys: Ints
-    closed: Floats
-    open: Floats
+    width: int  # entries of the student's vocabulary
+    keys: Ints  # position times ``width``, plus the token, in order, [e]
+    closed: Floats  # mass that is certain, [e]
+    open: Floats  # mass that may turn out to be another token's, [e]
+    # mass of teacher tokens that may begin it and not end it (``Candidates``), [e]; NaN where the
+    # rows have to say it
     begun: Floats
-    total: Floats
+    total: Floats  # of each position, with the tokens that have no entry, [n]
+    # open mass of dropped tokens: it belongs to another token, or to another text, [n]
     doubtful: Floats
+    # mass of what follows the rollout's own tokens and is in no list of theirs, [n]: it counts as
+    # if nothing followed, and may be another token's
     unlisted: Floats
 
     @classmethod

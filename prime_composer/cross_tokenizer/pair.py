@@ -27,12 +27,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Memo(Generic[Key]):
-    """Whole numbers of keys, computed for many keys at once and kept.
-
-    Args:
-        compute: returns those of some keys.
-        most: keys that are kept.
-    """
+    """Whole numbers of keys, computed for many keys at once and kept."""
 
     def __init__(self, compute: Callable[[list[Key]], Sequence[int]], most: int):
         self._compute, self._most = compute, most
@@ -230,7 +225,6 @@ class Pair:
 
         Args:
             rest: the bytes, after which the student's token begins.
-            token: the student's.
         """
         content = rest + (self.student.of_id[token] or b"")
         shorter = (self.id_of.get(content[:end]) for end in range(len(rest) + 1, len(content)))

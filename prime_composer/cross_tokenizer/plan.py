@@ -9,17 +9,11 @@ from prime_composer.cross_tokenizer.pair import Pair, whole_characters
 
 @dataclass(frozen=True)
 class Straddling:
-    """Teacher tokens that begin before a student token and end after its begin.
+    """Teacher tokens that begin before a student token and end after its begin."""
 
-    Attributes:
-        row: the teacher's row that they are in, which is that of their begin.
-        tokens: their places in the tables' ``order``.
-        skip: bytes of each that the student has written already.
-    """
-
-    row: int
-    tokens: slice
-    skip: int
+    row: int  # the teacher's row that they are in, which is that of their begin
+    tokens: slice  # their places in the tables' ``order``
+    skip: int  # bytes of each that the student has written already
 
 
 @dataclass(frozen=True)

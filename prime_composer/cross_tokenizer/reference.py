@@ -28,18 +28,13 @@ APOSTROPHES = ("'", "\u2019")
 
 @dataclass(frozen=True)
 class Exact:
-    """Q after some student tokens.
+    """Q after some student tokens."""
 
-    Attributes:
-        q: probability of each student id that has any.
-        pruned: share of the mass that was not followed to its end. It is in ``q`` as if the text
-            ended there, or in none.
-        sequences: sequences of teacher tokens whose row was read.
-    """
-
-    q: dict[int, float]
+    q: dict[int, float]  # probability of each student id that has any
+    # share of the mass that was not followed to its end. It is in ``q`` as if the text ended there,
+    # or in none.
     pruned: float
-    sequences: int
+    sequences: int  # sequences of teacher tokens whose row was read
 
 
 @dataclass(frozen=True)
@@ -53,17 +48,12 @@ class Node:
 
 @dataclass
 class Found:
-    """Masses that a search has found.
+    """Masses that a search has found."""
 
-    Attributes:
-        of_token: those of each student token.
-        without: that of tokens that write nothing, and of what is too improbable to look at.
-        pruned: what was not followed to its end.
-    """
-
-    of_token: dict[int, float] = field(default_factory=dict)
+    of_token: dict[int, float] = field(default_factory=dict)  # those of each student token
+    # that of tokens that write nothing, and of what is too improbable to look at
     without: float = 0.0
-    pruned: float = 0.0
+    pruned: float = 0.0  # what was not followed to its end
 
     def add(self, token: int, mass: float) -> None:
         """Add mass to a student token."""

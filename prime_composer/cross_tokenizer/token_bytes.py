@@ -123,11 +123,7 @@ class TokenBytes:
 
 
 def _is_sentencepiece(content: dict[str, Any], who: str) -> bool:
-    """Return whether a BPE has sentencepiece's form, and not GPT-2's.
-
-    Raises:
-        UnsupportedTokenizer: it has neither, or is no BPE.
-    """
+    """Return whether a BPE has sentencepiece's form, and not GPT-2's."""
     model = content["model"]
     kind = model.get("type")
     if kind != "BPE":

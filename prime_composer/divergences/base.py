@@ -51,11 +51,7 @@ def with_tail(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos kplus1"]
 
 
 def renormalized(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos k"]:
-    """Return log p^, the distribution within the support.
-
-    Raises:
-        ValueError: K = 1, where p^ is 1 for any p and teaches nothing.
-    """
+    """Return log p^, the distribution within the support."""
     if logprobs.shape[-1] == 1:
         raise ValueError(
             "normalization 'renorm' with K = 1 is identically 0: one token renormalized has "
@@ -80,9 +76,6 @@ def outcomes(
     """Return student and teacher over the outcomes that a normalization compares.
 
     These are K outcomes, or K + 1 with the tail. ``generalized`` returns both unchanged.
-
-    Raises:
-        ValueError: a normalization that is not among ``choices``, or 'renorm' with K = 1.
     """
     p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
     if normalization not in choices.split(", "):

@@ -14,9 +14,6 @@ def k1(
 
     It is an unbiased estimate of the reverse KL, as a *detached reward* only. Backpropagated, its
     expected gradient is 0 (E_p grad log p = 0), without the teacher. ``weighted_k1`` is the loss.
-
-    Raises:
-        ValueError: the student's log-probs carry a gradient.
     """
     if student_logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(

@@ -142,9 +142,6 @@ def taid_target(
 
     Source: "TAID" (2025), https://arxiv.org/abs/2501.16937, Eq. 3, and SakanaAI/TAID a062892,
     src/distil_losses/taid.py.
-
-    Raises:
-        ValueError: t outside [0, 1], or a normalization other than full, tail and renorm.
     """
     if not 0 <= t <= 1:
         raise ValueError(

@@ -46,11 +46,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         mcp_urls: dict[str, str],
         data: Any,
     ) -> Any:
-        """Run the conversation to its end.
-
-        Returns:
-            A failed program where the model's endpoint refused a turn. verifiers knows why.
-        """
+        """Run the conversation to its end."""
         async with AsyncExitStack() as stack:
             stack.enter_context(first_of_a_group())
             # No proxy of the environment variables: both ends are in this process.
@@ -119,13 +115,7 @@ class Tools:
 
     @classmethod
     async def connect(cls, urls: dict[str, str], stack: AsyncExitStack) -> "Tools":
-        """Open a session with each server; ``stack`` closes them.
-
-        Args:
-            urls: the servers by name. A tool is called ``server_tool``, or ``tool`` where the
-                server's name is empty.
-            stack: of the caller's task.
-        """
+        """Open a session with each server; ``stack`` closes them."""
         tools = cls()
         if not urls:
             return tools

@@ -49,13 +49,7 @@ class Failure:
 
 
 def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Failure:
-    """Return what an episode of verifiers gives to train on.
-
-    Args:
-        episode: of ``verifiers.v1``.
-        turns: what the student sampled in it, in order.
-        place: index of the episode.
-    """
+    """Return what an episode of verifiers gives to train on."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or not episode.traces:
         last = errors[-1] if errors else None

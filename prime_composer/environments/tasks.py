@@ -21,15 +21,10 @@ class Task(Problem):
 
 
 class Parts(NamedTuple):
-    """Problems and tasks of a list of both, by their places in it.
+    """Problems and tasks of a list of both, by their places in it."""
 
-    Attributes:
-        problems: what is asked with one prompt.
-        tasks: what is played.
-    """
-
-    problems: dict[int, Problem]
-    tasks: dict[int, Task]
+    problems: dict[int, Problem]  # what is asked with one prompt
+    tasks: dict[int, Task]  # what is played
 
 
 def parts_of(both: Iterable[Problem]) -> Parts:

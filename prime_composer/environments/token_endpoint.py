@@ -56,10 +56,6 @@ class Question:
 class Rounds:
     """The questions of rollouts that run side by side. All methods belong to the loop's thread.
 
-    Args:
-        count: rollouts, from index 0.
-        limits: of the models that read the conversations.
-
     Attributes:
         full: full rounds; None after the last one.
         turns: what was sampled, by rollout and in order.
@@ -82,12 +78,7 @@ class Rounds:
         self._close_round()
 
     async def ask(self, rollout: int, body: dict[str, Any]) -> Rollout:
-        """Return the student's answer to a request.
-
-        Raises:
-            Refused: the rollout has ended, the request asks for what the sampler does not do, or
-                its prompt does not fit.
-        """
+        """Return the student's answer to a request."""
         if rollout not in self._running:
             raise Refused("the rollout has ended")
         params = sampling_params(body.get("sampling_params") or {})
@@ -146,11 +137,7 @@ def deliver(questions: Sequence[Question], turns: Sequence[Rollout]) -> None:
 
 
 def sampling_params(asked: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a request.
-
-    Raises:
-        Refused: one of them changes the distribution in a way that the samplers do not know.
-    """
+    """Return the parameters of a request."""
     values = {key: value for key, value in asked.items() if value is not None}
     own = {key: values.pop(key) for key in ("temperature", "top_p", "max_tokens") if key in values}
     stop = tuple(values.pop("stop_token_ids", ()))
@@ -177,15 +164,7 @@ def wire_answer(turn: Rollout) -> dict[str, Any]:
 
 
 async def serve(asking: Mapping[str, tuple[Rounds, int]], header: str) -> tuple[Any, str]:
-    """Serve ``/inference/v1/generate`` on a free port of this machine.
-
-    Args:
-        asking: the rounds and the rollout of each trace that runs.
-        header: name of the header in which a request names its trace.
-
-    Returns:
-        The running server (``aiohttp.web.AppRunner``, to be cleaned up by the caller), and its URL.
-    """
+    """Serve ``/inference/v1/generate`` on a free port of this machine."""
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.Response:

@@ -104,13 +104,7 @@ class Side:
         return _operand(self.settings.weight[start:stop].to(self.hidden.device))
 
     def logits(self, rows: slice, chunk: Tensor, start: int) -> Tensor:
-        """Return the logits of a block. The next block overwrites them.
-
-        Args:
-            rows: of the hidden states.
-            chunk: rows of the head.
-            start: the first one's id.
-        """
+        """Return the logits of a block. The next block overwrites them."""
         return self.logits_and_slope(rows, chunk, start)[0]
 
     def logits_and_slope(
@@ -227,9 +221,6 @@ class GradientSums:
     """The student's gradients, added up from the blocks of the logits' gradient.
 
     Args:
-        plan: of the comparison.
-        student: the student's side.
-        needs: which of hidden states, weight and bias need a gradient.
         weight_dtype: of the weight's gradient until the last block is added. A chunk that begins
             once needs no more than its own memory in a wider dtype.
     """

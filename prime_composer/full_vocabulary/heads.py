@@ -38,11 +38,7 @@ def by_teachers(heads: TwoHeads) -> Iterator[tuple[TwoHeads, Tensor | None]]:
 
 
 def check(heads: TwoHeads) -> None:
-    """Refuse shapes, dtypes and weights that do not fit.
-
-    Raises:
-        ValueError: naming the side and what to pass.
-    """
+    """Refuse shapes, dtypes and weights that do not fit."""
     student, teachers, weights = heads.student, heads.teachers, heads.teacher_weights
     size = student.row_count
     if not teachers:

@@ -34,30 +34,17 @@ the elementwise passes over it take little next to the matrix products."""
 
 
 class KLs(NamedTuple):
-    """Both KLs per row, in nats. What was not asked for is None.
+    """Both KLs per row, in nats. What was not asked for is None."""
 
-    Attributes:
-        reverse: KL(p || q), [n].
-        forward: KL(r || p), [n], where r is the teacher q, or TAID's target.
-        target_entropy: entropy of r, [n], without a gradient. Comes with ``forward``.
-    """
-
-    reverse: Tensor | None
-    forward: Tensor | None
-    target_entropy: Tensor | None
+    reverse: Tensor | None  # KL(p || q), [n]
+    forward: Tensor | None  # KL(r || p), [n], where r is the teacher q, or TAID's target
+    target_entropy: Tensor | None  # entropy of r, [n], without a gradient. Comes with ``forward``.
 
 
 def kls(
     heads: TwoHeads, reverse: bool = False, forward: bool = False, interpolation: float = 1.0
 ) -> KLs:
-    """Return KLs of a student and one teacher, all of whose rows count.
-
-    Args:
-        heads: both.
-        reverse: return KL(p || q).
-        forward: return KL(r || p), and the entropy of r.
-        interpolation: t of TAID's target r = softmax((1 - t) sg a + t b). 1 is the teacher.
-    """
+    """Return KLs of a student and one teacher, all of whose rows count."""
     student = heads.student
     plan = Plan(heads, *BLOCKS.get(student.hidden.device.type, BLOCKS["cuda"]))
     asked = _Asked(reverse, forward, None if interpolation == 1 else interpolation)
@@ -113,11 +100,6 @@ def _kl(a: _Outcomes, b: _Outcomes, mean_ratio: Tensor) -> Tensor:
     """Return KL(a || b) as sum a log a/b - a + b.
 
     The first derivatives of these terms vanish at a = b, so that rounding does not matter there.
-
-    Args:
-        a: the left distribution.
-        b: the right one.
-        mean_ratio: mean under a of the difference of their logits, over the common ids.
     """
     value = a.mass * (mean_ratio - (a.log_all - b.log_all)) - a.mass + b.mass
     if a.log_bucket is not None and b.log_bucket is not None:
@@ -135,27 +117,17 @@ class _Asked(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over the ids that every head has, [n] in float64. The first four have a gradient.
+    """Sums over the ids that every head has, [n] in float64. The first four have a gradient."""
 
-    Attributes:
-        log_p: logsumexp of a.
-        log_p_beyond: that over the student's other ids. None without a bucket.
-        p_ratio: E_p[a - b]. None without the reverse KL.
-        r_ratio: E_r[a - b], whose gradient is that of E_r[a]. None without the forward KL.
-        log_q: logsumexp of b.
-        log_q_beyond: that over the teacher's other ids. None without a bucket.
-        log_r: logsumexp of c. None without the forward KL, and so is the next.
-        r_mean: E_r[c].
-    """
-
-    log_p: Tensor
-    log_p_beyond: Tensor | None
-    p_ratio: Tensor | None
+    log_p: Tensor  # logsumexp of a
+    log_p_beyond: Tensor | None  # that over the student's other ids. None without a bucket.
+    p_ratio: Tensor | None  # E_p[a - b]. None without the reverse KL.
+    # E_r[a - b], whose gradient is that of E_r[a]. None without the forward KL.
     r_ratio: Tensor | None
-    log_q: Tensor
-    log_q_beyond: Tensor | None
-    log_r: Tensor | None
-    r_mean: Tensor | None
+    log_q: Tensor  # logsumexp of b
+    log_q_beyond: Tensor | None  # that over the teacher's other ids. None without a bucket.
+    log_r: Tensor | None  # logsumexp of c. None without the forward KL, and so is the next.
+    r_mean: Tensor | None  # E_r[c]
 
 
 class _SumsOfHeads(torch.autograd.Function):
@@ -250,13 +222,7 @@ def _second_pass(
     third term cancel in a KL, exactly.
 
     Args:
-        plan: of the comparison.
-        asked: what was computed.
-        student: the student's side.
         highest: highest logits of student, teacher and target, [n] each.
-        sums: the results.
-        grads: gradients of the results.
-        total: takes the gradients.
     """
     zeros = torch.zeros_like(sums.log_p)
     of_log_p, of_beyond, of_p, of_r = (zeros if g is None else g.double() for g in grads[:4])

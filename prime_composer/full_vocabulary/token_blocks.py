@@ -32,13 +32,7 @@ Divergence = Callable[[slice, Tensor, Tensor], Tensor]
 
 
 def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
-    """Return a divergence of two heads per row, [n, ...]. All rows of the heads count.
-
-    Args:
-        heads: student and teachers.
-        divergence: of the outcomes, which are the ids that every head has and, where some head has
-            more, the bucket of all others as the last one. Each side is normalized over its own.
-    """
+    """Return a divergence of two heads per row, [n, ...]. All rows of the heads count."""
     student = heads.student
     widest = max(side.size for side in heads.sides)
     plan = Plan(heads, tokens_of(student.hidden.device.type, widest), CHUNK)

@@ -68,19 +68,15 @@ class Collected:
 
 @dataclass
 class Collector:
-    """Collects the batch of a step: ``problems``, ``sample``, ``grade`` and ``score``, in order.
-
-    Attributes:
-        metrics: what was measured in this step.
-        island: number of this island, from 0, and how many there are; None without islands.
-    """
+    """Collects the batch of a step: ``problems``, ``sample``, ``grade`` and ``score``, in order."""
 
     engine: Engine
     trainer: TrainerConfig
     rollout: RolloutConfig
     replay: ReplayConfig
     clock: Clock
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # what was measured in this step
+    # number of this island, from 0, and how many there are; None without islands
     island: tuple[int, int] | None = None
 
     def undivided(self, step: int) -> int:

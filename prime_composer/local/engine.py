@@ -35,22 +35,15 @@ IDENTITY = "identity"
 
 @dataclass(frozen=True)
 class Scored:
-    """What the teacher made of a step's samples.
+    """What the teacher made of a step's samples."""
 
-    Attributes:
-        samples: those that train, with scores where the loss needs a teacher.
-        without_hint: how many were left out, because a policy teacher has no hint for them.
-        cut: of how many the teacher's window holds the head alone.
-        dropped: how many were left out, because they do not fit into the teacher's window.
-        padding_ids: how many of their ids a teacher's head lacks; None where none can.
-        metrics: of teachers with a tokenizer of their own.
-    """
-
-    samples: list[Sample]
-    without_hint: int = 0
-    cut: int = 0
-    dropped: int = 0
+    samples: list[Sample]  # those that train, with scores where the loss needs a teacher
+    without_hint: int = 0  # how many were left out, because a policy teacher has no hint for them
+    cut: int = 0  # of how many the teacher's window holds the head alone
+    dropped: int = 0  # how many were left out, because they do not fit into the teacher's window
+    # how many of their ids a teacher's head lacks; None where none can
     padding_ids: int | None = None
+    # of teachers with a tokenizer of their own
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -42,54 +42,33 @@ EVALUATION_SEED = 20_251_017
 
 
 class Graded(NamedTuple):
-    """A graded answer.
+    """A graded answer."""
 
-    Attributes:
-        problem: what was asked.
-        reward: 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's
-            value. Of a task its reward, NaN where its rollout failed.
-        text: the answer.
-        truncated: whether it was cut at ``max_tokens``.
-        turns: answers in the rollout of a task, NaN of a problem.
-        tool_calls: calls of tools in them, likewise.
-    """
-
-    problem: Problem
+    problem: Problem  # what was asked
+    # 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's value. Of a
+    # task its reward, NaN where its rollout failed.
     reward: float
-    text: str = ""
-    truncated: bool = False
-    turns: float = math.nan
-    tool_calls: float = math.nan
+    text: str = ""  # the answer
+    truncated: bool = False  # whether it was cut at ``max_tokens``
+    turns: float = math.nan  # answers in the rollout of a task, NaN of a problem
+    tool_calls: float = math.nan  # calls of tools in them, likewise
 
 
 class Answers(NamedTuple):
-    """What was sampled, by the place of what was asked.
+    """What was sampled, by the place of what was asked."""
 
-    Attributes:
-        rollouts: the answers to problems.
-        episodes: the rollouts of tasks that did not fail.
-    """
-
-    rollouts: dict[int, Rollout]
-    episodes: dict[int, Episode]
+    rollouts: dict[int, Rollout]  # the answers to problems
+    episodes: dict[int, Episode]  # the rollouts of tasks that did not fail
 
 
 class DivergenceSums(NamedTuple):
-    """Sums over one rollout of each problem, in nats.
+    """Sums over one rollout of each problem, in nats."""
 
-    Attributes:
-        reverse_kl: KL(student || teacher).
-        forward_kl: KL(teacher || student).
-        entropy: the student's. None where only a top K is compared.
-        tokens: how many tokens were summed; 0 where no teacher could read the rollout.
-        support: K of the sums, or "full".
-    """
-
-    reverse_kl: list[float]
-    forward_kl: list[float]
-    entropy: list[float] | None
-    tokens: list[float]
-    support: int | Literal["full"]
+    reverse_kl: list[float]  # KL(student || teacher)
+    forward_kl: list[float]  # KL(teacher || student)
+    entropy: list[float] | None  # the student's. None where only a top K is compared.
+    tokens: list[float]  # how many tokens were summed; 0 where no teacher could read the rollout
+    support: int | Literal["full"]  # K of the sums, or "full"
 
 
 @dataclass(frozen=True)

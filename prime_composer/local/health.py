@@ -115,21 +115,17 @@ class Collapsed(ValueError):
 
 @dataclass
 class CollapseCheck:
-    """Whether the student's answers are beyond a limit, and since when.
-
-    Attributes:
-        knows_start: the first step was taken.
-        first_length: mean length of the run's first rollouts; None where it is not known.
-        since: limit -> first step beyond it, until ``steps`` in a row are within it again.
-        beyond: limit -> steps in a row that are beyond it.
-        within: limit -> steps in a row that are within it.
-    """
+    """Whether the student's answers are beyond a limit, and since when."""
 
     config: CollapseConfig
-    knows_start: bool = False
+    knows_start: bool = False  # the first step was taken
+    # mean length of the run's first rollouts; None where it is not known
     first_length: float | None = None
+    # limit -> first step beyond it, until ``steps`` in a row are within it again
     since: dict[str, int] = field(default_factory=dict)
+    # limit -> steps in a row that are beyond it
     beyond: Counter[str] = field(default_factory=Counter)
+    # limit -> steps in a row that are within it
     within: Counter[str] = field(default_factory=Counter)
 
     @classmethod

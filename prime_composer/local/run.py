@@ -299,11 +299,7 @@ class Run:
 
     @contextmanager
     def until_stopped(self) -> Iterator[StopRequest]:
-        """Decide what a signal or an error within the block means, and save the last step.
-
-        Raises:
-            RunStopped: an error ended the run. What is safe is saved.
-        """
+        """Decide what a signal or an error within the block means, and save the last step."""
         try:
             with finishing_the_step(self.stop):
                 yield self.stop
@@ -379,12 +375,7 @@ class Run:
         return self.how_to_go_on(reason.rstrip("."), last_right)
 
     def how_to_go_on(self, reason: str, last_right: int) -> RunStopped:
-        """Return the end of a run in one sentence.
-
-        Args:
-            reason: what happened.
-            last_right: the last step that may be continued from.
-        """
+        """Return the end of a run in one sentence."""
         checkpoints = list_checkpoints(self.run_dir)
         right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
         if not right:

@@ -29,19 +29,12 @@ class StepAbandoned(Exception):
 
 @dataclass
 class StopRequest:
-    """Whether a signal asked the run to stop.
+    """Whether a signal asked the run to stop."""
 
-    Attributes:
-        signum: number of the first signal; None before it.
-        waiting: what is under way waits for a server and may be given up.
-        background: the thread that collects batches ahead; None without one.
-        background_waits: that thread waits for a server.
-    """
-
-    signum: int | None = None
-    waiting: bool = False
-    background: int | None = None
-    background_waits: bool = False
+    signum: int | None = None  # number of the first signal; None before it
+    waiting: bool = False  # what is under way waits for a server and may be given up
+    background: int | None = None  # the thread that collects batches ahead; None without one
+    background_waits: bool = False  # that thread waits for a server
     _may_wait: bool = False
 
     @property

@@ -86,12 +86,7 @@ def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
 
 
 def open_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
-    """Load problems, and open environments by id, whatever is then done with them.
-
-    Raises:
-        RecipeError: an environment cannot be opened, or models shall learn from its tasks and they
-            have no solution.
-    """
+    """Load problems, and open environments by id, whatever is then done with them."""
     problems = load_problem_set(recipe.problem_sources, rows)
     if not recipe.environments_by_id:
         return problems

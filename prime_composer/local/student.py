@@ -22,28 +22,19 @@ from prime_composer.tiny_models.rounding import LatentWeights
 
 @dataclass
 class Student:
-    """What the optimizer changes from step to step.
+    """What the optimizer changes from step to step."""
 
-    Attributes:
-        model: the student, with the weights that it is served with.
-        config: the recipe's ``[trainer]``.
-        loss: the recipe's loss.
-        reference: the frozen policy of the replay channel's loss, where that loss needs one.
-        sampler_check: how far the sampler may be from the student; None where they compute
-            different distributions.
-        latent: the weights behind a student that stays rounded; None for any other.
-        steps: finished steps.
-        metrics: of the last finished step.
-    """
-
-    model: nn.Module
-    config: TrainerConfig
-    loss: Objective
+    model: nn.Module  # the student, with the weights that it is served with
+    config: TrainerConfig  # the recipe's ``[trainer]``
+    loss: Objective  # the recipe's loss
+    # the frozen policy of the replay channel's loss, where that loss needs one
     reference: nn.Module | None = None
+    # how far the sampler may be from the student; None where they compute different distributions
     sampler_check: SamplerCheck | None = None
+    # the weights behind a student that stays rounded; None for any other
     latent: LatentWeights | None = None
-    steps: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    steps: int = 0  # finished steps
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last finished step
 
     def __post_init__(self) -> None:
         self.trained = (
@@ -73,17 +64,7 @@ class Student:
         )
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Update the weights on one batch.
-
-        Returns:
-            The loss and its metrics, "grad_norm" before clipping, and "lr".
-
-        Raises:
-            SamplerMismatch: the sampler's probabilities are not the student's. The weights are
-                unchanged.
-            NonFiniteLoss: the loss or its gradient is NaN or infinite. The weights are unchanged.
-            ExplodedWeights: the weights are not finite any more, or far too large.
-        """
+        """Update the weights on one batch."""
         lr = self.config.lr * lr_factor(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -137,11 +118,7 @@ class Student:
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Restore what ``state_dict`` returned after a step. The model has its weights already.
-
-        Raises:
-            ValueError: the latent weights are missing, or do not round to the model's.
-        """
+        """Restore what ``state_dict`` returned after a step. The model has its weights already."""
         self._load_latent(state.get("latent"), step)
         self.steps = step
         self.optimizer.load_state_dict(state["optimizer"])

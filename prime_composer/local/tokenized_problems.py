@@ -40,17 +40,12 @@ LOOKED_AT = 64
 
 @dataclass(frozen=True, eq=False)
 class TokenizedProblems:
-    """The problems of a recipe in the student's tokens.
+    """The problems of a recipe in the student's tokens."""
 
-    Attributes:
-        problem_set: the problems, and how each environment asks and checks them.
-        tokenizer: the student's tokenizer.
-        run_ends: what ends a text of the run; None takes the ends of tokenizer and data.
-    """
-
-    problem_set: ProblemSet
-    tokenizer: Any
+    problem_set: ProblemSet  # the problems, and how each environment asks and checks them
+    tokenizer: Any  # the student's tokenizer
     _prompts: dict[Problem, list[int]] = field(default_factory=dict, repr=False)
+    # what ends a text of the run; None takes the ends of tokenizer and data
     run_ends: Ends | None = None
 
     def prompt(self, problem: Problem) -> list[int]:

@@ -64,28 +64,16 @@ class WatchFailed(ValueError):
 
 @dataclass
 class Watch:
-    """The known requests of a run, and what is known about its steps.
+    """The known requests of a run, and what is known about its steps."""
 
-    Attributes:
-        engine: the open models.
-        checks: the recipe's ``[checks]``.
-        probes: each teacher's known request, with the scores of the run's start.
-        sampler_check: how far the sampler may be from the student.
-        compares_each_step: whether every step compares the sampler's own tokens.
-        max_tokens: tokens that the sampler is asked for per prompt.
-        safe_step: finished steps at the time of the last right answers of everyone.
-
-    Raises:
-        PreflightError: a teacher gives several answers to one request.
-    """
-
-    engine: Engine
-    checks: ChecksConfig
+    engine: Engine  # the open models
+    checks: ChecksConfig  # the recipe's ``[checks]``
+    # each teacher's known request, with the scores of the run's start
     probes: dict[TeacherId, KnownRequest]
-    sampler_check: SamplerCheck
-    compares_each_step: bool
-    max_tokens: int = PROBE_TOKENS
-    safe_step: int = 0
+    sampler_check: SamplerCheck  # how far the sampler may be from the student
+    compares_each_step: bool  # whether every step compares the sampler's own tokens
+    max_tokens: int = PROBE_TOKENS  # tokens that the sampler is asked for per prompt
+    safe_step: int = 0  # finished steps at the time of the last right answers of everyone
     _sampler_starts: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,14 +86,6 @@ class Watch:
 
         Due are the steps of ``checks.every``, and each one before its weights are saved or
         measured. Nobody is asked twice at one step.
-
-        Args:
-            step: finished steps.
-            before_use: the step is about to be saved or measured.
-            student: what has the weights of the sampler; None for the student in training.
-
-        Raises:
-            WatchFailed: an answer is another one.
         """
         every, starts = self.checks.every, starts_of(self.engine.sampler)
         due = every > 0 and step > self.safe_step and (before_use or step % every == 0)
@@ -129,9 +109,6 @@ class Watch:
 
         With ``checks.every = 0`` nothing is verified. Teachers in this process are not exchanged,
         so that none of them is in doubt.
-
-        Args:
-            step: finished steps.
         """
         served = any(self.engine.teacher_specs[name].serves for name in self.probes)
         may_change = served or not self.compares_each_step
@@ -163,14 +140,7 @@ class Watch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the probes of the run's start from a checkpoint, and send them at once.
-
-        Args:
-            state: what ``state_dict`` returned.
-
-        Raises:
-            WatchFailed: a teacher is not the one that the run was started with.
-        """
+        """Take the probes of the run's start from a checkpoint, and send them at once."""
         # A teacher that is right now may have been another one before the checkpoint.
         self.safe_step = state["safe_step"]
         for teacher in self.probes:
@@ -266,9 +236,6 @@ def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:
     A server's dtype is only known where the recipe names it. Elsewhere the server shows it: one in
     float32 gives one answer to one request, and in half precision it depends on what else is in
     the batch.
-
-    Raises:
-        PreflightError: the answers differ by more than half precision explains.
     """
     assert engine.teachers is not None
     spec, config = engine.teacher_specs[teacher], engine.teachers.routing.teachers[teacher]

@@ -46,15 +46,7 @@ class Objective(Protocol):
 
 
 class BoundLoss:
-    """A loss function with its config, its modifiers and its state.
-
-    Args:
-        config: the knobs, without ``rl_mix``.
-        fn: ``fn(inputs, config)``, or ``fn(inputs, config, state)`` where the config makes a state.
-        section: recipe section of the config, for messages.
-        prefix: put in front of the loss's own metrics, ``<type>/`` by default.
-        modifier_prefix: put in front of the modifiers' metrics.
-    """
+    """A loss function with its config, its modifiers and its state."""
 
     def __init__(
         self,
@@ -78,9 +70,6 @@ class BoundLoss:
 
         A token of the mask whose teacher log-prob is NaN makes the sum NaN: the trainer stops at
         the rollout. A missing log-prob must never be 0.0, which means probability 1.
-
-        Raises:
-            ValueError: an input that the loss needs is missing, or advantages carry a graph.
         """
         _check(inputs, self.config, self.section)
         inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
@@ -127,16 +116,11 @@ class BoundLoss:
 
 @dataclass(frozen=True)
 class Term:
-    """One bound term of a weighted sum.
+    """One bound term of a weighted sum."""
 
-    Attributes:
-        part: its weight, and what it reads.
-        objective: the bound loss, or a sum itself.
-        mean_metric: name of the metric for the term's loss per token, None for no such metric.
-    """
-
-    part: Part
-    objective: Objective
+    part: Part  # its weight, and what it reads
+    objective: Objective  # the bound loss, or a sum itself
+    # name of the metric for the term's loss per token, None for no such metric
     mean_metric: str | None = None
 
 
@@ -144,11 +128,6 @@ class WeightedSum:
     """Weighted sum of objectives over the same rollouts (and over preference pairs).
 
     Each term keeps its own schedule, which reads the term's own mean loss and not the sum's.
-
-    Args:
-        config: the config that the sum was made from.
-        section: recipe section of the config, for messages.
-        terms: the terms by name.
     """
 
     def __init__(self, config: LossConfig, section: str, terms: Mapping[str, Term]):
@@ -158,11 +137,7 @@ class WeightedSum:
         self.stateful = any(term.objective.stateful for term in self.terms.values())
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return the sum of weight times each term's sum, and the metrics of all terms.
-
-        Raises:
-            ValueError: an input that a term needs is missing, or advantages carry a graph.
-        """
+        """Return the sum of weight times each term's sum, and the metrics of all terms."""
         _check(inputs, self.config, self.section)
         inputs, metrics = _modified(inputs, self.config.modifiers)
         # The anchor keeps a micro-batch of pairs alone in the graph of the policy's log-probs.
@@ -191,11 +166,7 @@ class WeightedSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state is of another sum, or of a checkpoint in an older format.
-        """
+        """Restore what ``state_dict`` returned."""
         if state.keys() - self.terms.keys():
             raise ValueError(
                 f"[{self.section}]: the checkpoint has loss states of {', '.join(state)}, and this "

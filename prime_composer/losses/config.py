@@ -44,20 +44,14 @@ class SupportRequest:
 
 @dataclass(frozen=True)
 class Part:
-    """One term of a loss that is a weighted sum of other losses.
+    """One term of a loss that is a weighted sum of other losses."""
 
-    Attributes:
-        name: name of the term in checkpoints and metrics.
-        key: recipe key of the term's loss, below the sum's own table. "" for that table itself.
-        on_pairs: the term reads ``LossInputs.replay`` instead of the rollouts.
-        mixed: the term's metrics are beside those of the sum's own loss, not below ``name``.
-    """
-
-    name: str
-    key: str
+    name: str  # name of the term in checkpoints and metrics
+    key: str  # recipe key of the term's loss, below the sum's own table. "" for that table itself.
     weight: float
     loss: "LossConfig"
-    on_pairs: bool = False
+    on_pairs: bool = False  # the term reads ``LossInputs.replay`` instead of the rollouts
+    # the term's metrics are beside those of the sum's own loss, not below ``name``
     mixed: bool = False
 
     @property

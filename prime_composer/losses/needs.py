@@ -118,17 +118,11 @@ class HasNeeds(Protocol):
 
 @dataclass(frozen=True)
 class Unmet:
-    """One input that a loss needs and nobody provides.
+    """One input that a loss needs and nobody provides."""
 
-    Attributes:
-        section: recipe section of the loss.
-        loss: the loss's ``type``.
-        need: name of the input in ``LossInputs``.
-    """
-
-    section: str
-    loss: str
-    need: str
+    section: str  # recipe section of the loss
+    loss: str  # the loss's ``type``
+    need: str  # name of the input in ``LossInputs``
 
 
 def unknown(names: Iterable[str]) -> str:

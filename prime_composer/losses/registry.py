@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from prime_composer.contract import LossOutputs
+from prime_composer.removed import REMOVED
 from prime_composer.tables import named_module, nearest
 
 C = TypeVar("C")
@@ -45,16 +46,10 @@ def register(config: type[Any]) -> Callable[[F], F]:
 
 
 def lookup(name: str, base: type[C]) -> type[C]:
-    """Return the config class of a ``type``. A loss from outside is imported at first use.
-
-    Args:
-        name: a registered type, or ``"module:function"``.
-        base: class that the config of a loss from outside has to derive from.
-
-    Raises:
-        ValueError: the type is unknown, or the loss from outside does not keep to the form.
-    """
+    """Return the config class of a ``type``. A loss from outside is imported at first use."""
     if name not in LOSS_TYPES:
+        if instead := REMOVED.get(f"loss.type={name}"):
+            raise ValueError(f"loss type {name!r} was removed: {instead}")
         if ":" not in name:
             near = nearest(name, LOSS_TYPES)
             hint = f"did you mean {near}? " if near else ""

@@ -31,11 +31,7 @@ def table() -> str:
 
 
 def renewed(page: str) -> str:
-    """Return a page with the table between its markers.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
+    """Return a page with the table between its markers."""
     return between_markers(page, BEGIN, END, table())
 
 

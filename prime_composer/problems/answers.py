@@ -71,9 +71,6 @@ def is_correct(
 
     The budget is of time for answers that Math-Verify does not finish, which count as wrong. None:
     that of a single answer.
-
-    Raises:
-        ValueError: the rule needs Math-Verify and it is not installed.
     """
     if config.metric == "exact":
         return text.strip() == problem.answer.strip()

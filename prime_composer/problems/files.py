@@ -23,9 +23,6 @@ def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
     """Return the files to train on, and those that are held out, if any are.
 
     ``trains`` says whether files to train on are needed.
-
-    Raises:
-        ValueError: there is no such file, or a folder has none that can be read.
     """
     if path.is_file():
         return [path], []
@@ -64,16 +61,7 @@ def read_files(paths: Sequence[Path], config: DataConfig) -> list[Problem | None
 def read_file(
     path: Path, config: DataConfig = DEFAULTS, limit: int | None = None
 ) -> list[Problem | None]:
-    """Return the problems of one file, None for rows that are left out.
-
-    Args:
-        path: a parquet file, by its ending, or a JSONL file.
-        config: which columns of it.
-        limit: read only so many rows.
-
-    Raises:
-        ValueError: the file cannot be read, pyarrow is missing, or as ``parse_rows``.
-    """
+    """Return the problems of one file, None for rows that are left out."""
     if path.suffix.lower() != PARQUET:
         return read_rows(path, lambda row: problem_or_none(row, config), limit)
     return parse_rows(_parquet_rows(path), lambda row: problem_or_none(row, config), limit)

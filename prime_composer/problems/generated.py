@@ -31,11 +31,7 @@ def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3
 def distinct(
     size: int, rng: random.Random, draw: Callable[[random.Random], Problem], what: str
 ) -> list[Problem]:
-    """Return ``size`` problems with distinct questions, as ``draw`` makes them.
-
-    Raises:
-        ValueError: there are not so many; the message calls them ``what``.
-    """
+    """Return ``size`` problems with distinct questions, as ``draw`` makes them."""
     problems: dict[str, Problem] = {}
     for _ in range(20 * size):
         if len(problems) == size:

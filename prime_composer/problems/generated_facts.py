@@ -108,18 +108,7 @@ CASTS = {held_out: _cast(held_out) for held_out in (False, True)}
 
 
 def generate_facts(size: int, seed: int, topics: Iterable[Topic], held_out: bool) -> list[Problem]:
-    """Generate ``size`` distinct problems on these topics, which take turns.
-
-    Args:
-        size: number of problems.
-        seed: of the draws.
-        topics: what is asked about.
-        held_out: whether the problems are evaluated, and not trained on: they share no name, town
-            or job with those of the other kind, whatever the seeds.
-
-    Raises:
-        ValueError: there are not so many distinct questions.
-    """
+    """Generate ``size`` distinct problems on these topics, which take turns."""
     cast = CASTS[held_out]
     turns = cycle(TOPICS[topic] for topic in topics)
     rng = random.Random(f"facts {seed} {held_out}")

@@ -62,11 +62,7 @@ class MathVerifier:
         self._process: subprocess.Popen[bytes] | None = None
 
     def verify(self, reference: str, text: str, budget: TimeBudget) -> bool:
-        """Return whether an answer equals the reference. Without a verdict in time it does not.
-
-        Raises:
-            ValueError: Math-Verify is missing or cannot be imported.
-        """
+        """Return whether an answer equals the reference. Without a verdict in time it does not."""
         with self._lock:
             limit = budget.per_answer
             verdict = self._ask(reference, text, limit)

@@ -18,26 +18,19 @@ TIMEOUT = not_carried("prime-rl has its own time limits for answers")
 
 
 class Backend(NamedTuple):
-    """What runs a model.
+    """What runs a model."""
 
-    Attributes:
-        serves: it is reached at the table's `url`, and the model runs there already. Otherwise it
-            loads the model from files that this machine has.
-        within_positions: it refuses a context longer than the model has positions.
-        libraries: what it imports beside transformers.
-        opens: makes a sampler or scorer, where it is from outside the package.
-        any_thread: it answers other threads than the one that opened it, one at a time.
-        by_head: it multiplies transformers' hidden states with the head, and uses its cache.
-        packs: on a CPU it has kernels of its own, which pack some weights for good.
-    """
-
+    # it is reached at the table's `url`, and the model runs there already. Otherwise it loads the
+    # model from files that this machine has.
     serves: bool
-    within_positions: bool
-    libraries: tuple[str, ...] = ()
+    within_positions: bool  # it refuses a context longer than the model has positions
+    libraries: tuple[str, ...] = ()  # what it imports beside transformers
+    # makes a sampler or scorer, where it is from outside the package
     opens: Callable[..., Any] | None = None
-    any_thread: bool = True
+    any_thread: bool = True  # it answers other threads than the one that opened it, one at a time
+    # it multiplies transformers' hidden states with the head, and uses its cache
     by_head: bool = False
-    packs: bool = False
+    packs: bool = False  # on a CPU it has kernels of its own, which pack some weights for good
 
 
 BUILT_IN = {

@@ -22,16 +22,11 @@ from prime_composer.problems.config import DataConfig
 
 @dataclass(frozen=True)
 class Mark:
-    """What an export does with a key.
+    """What an export does with a key."""
 
-    Attributes:
-        export: one of the three.
-        why: the reason that a key is not carried.
-        harmless: values with which nothing is lost although the key is not carried.
-    """
-
-    export: Literal["carried", "not carried", "only refused"]
-    why: str = ""
+    export: Literal["carried", "not carried", "only refused"]  # one of the three
+    why: str = ""  # the reason that a key is not carried
+    # values with which nothing is lost although the key is not carried
     harmless: tuple[Any, ...] = ()
 
 
@@ -66,19 +61,12 @@ def kind_of(name: str, table: type[BaseModel]) -> str:
 
 
 class SetKey(NamedTuple):
-    """A key that a recipe sets.
+    """A key that a recipe sets."""
 
-    Attributes:
-        key: as the recipe writes it, for example "teachers.math.url".
-        kind: as ``marks`` names it, for example "teacher.url".
-        value: its value.
-        mark: what an export does with it.
-    """
-
-    key: str
-    kind: str
-    value: Any
-    mark: Mark
+    key: str  # as the recipe writes it, for example "teachers.math.url"
+    kind: str  # as ``marks`` names it, for example "teacher.url"
+    value: Any  # its value
+    mark: Mark  # what an export does with it
 
 
 def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey]:

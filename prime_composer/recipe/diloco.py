@@ -2,8 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from prime_composer.recipe.bounds import MOST_STEPS
-from prime_composer.tables import Table
+from prime_composer.tables import MOST_STEPS, Table
 
 MOST_ISLANDS = 64
 

@@ -189,7 +189,6 @@ def comparable_metrics(
     Args:
         sources: the recipe's ``[data]`` or ``[environments]``.
         evaluation: its ``[eval]``.
-        has_kl: whether a run has a teacher whose KL is measured.
     """
     metrics: dict[str, None] = {}
     evaluated = {name: source for name, source in sources.items() if source.evaluates}

@@ -16,6 +16,7 @@ from prime_composer.recipe.environment import environment_kind
 from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
+from prime_composer.removed import REMOVED
 from prime_composer.tables import Table, nearest
 
 S = TypeVar("S", bound=Table)
@@ -220,6 +221,8 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
     """Return one pydantic error as one sentence that names the key and the remedy."""
     loc = item["loc"]
     key = abridged(".".join(str(part) for part in loc), 100)
+    if item["type"] == "extra_forbidden" and key in REMOVED:
+        return f"{key} was removed: {REMOVED[key]}"
     if item["type"] == "extra_forbidden":
         known = fields_at(loc[:-1], root, raw)
         near = nearest(str(loc[-1]), known, cutoff=0.5)

@@ -235,11 +235,7 @@ def _cell(text: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return a Markdown page with the reference between its markers.
-
-    Raises:
-        ValueError: the page does not have both markers.
-    """
+    """Return a Markdown page with the reference between its markers."""
     return between_markers(page, BEGIN, END, reference())
 
 

@@ -7,11 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prime_composer.recipe.backends import TIMEOUT, WAIT, SamplerName, backend_of
-from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
-from prime_composer.tables import Table
+from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS, Table
 
 USUAL_CONTEXT = 2048
 """Context of a recipe that sets none and needs no more."""

@@ -17,7 +17,6 @@ from pydantic import (
 
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
-from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.environment import (
@@ -34,7 +33,7 @@ from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
 from prime_composer.recipe.rollout import ReplayConfig as ReplayConfig
 from prime_composer.recipe.rollout import RolloutConfig, check_growth, check_sizes
-from prime_composer.recipe.rules.teachers import (
+from prime_composer.recipe.rules import (
     check_adapter,
     check_ahead,
     check_choice_of_teachers,
@@ -56,7 +55,7 @@ from prime_composer.recipe.watchers import (
     check_end,
     check_until,
 )
-from prime_composer.tables import Table
+from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS, Table
 
 EVALUATED_AT_ONCE = 32
 """Answers of an evaluation that are sampled side by side. On a CPU more are hardly faster, and each

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import Field
 
 from prime_composer.losses import AnyLoss
-from prime_composer.recipe.bounds import MOST_STEPS
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.diloco import STAGES
 from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
@@ -22,7 +21,7 @@ from prime_composer.recipe.prepare import LARGEST_SEED
 from prime_composer.recipe.schema import Recipe, RecipeError, StudentConfig
 from prime_composer.recipe.teacher import ReferenceConfig
 from prime_composer.recipe.watchers import UntilConfig
-from prime_composer.tables import Table
+from prime_composer.tables import MOST_STEPS, Table
 
 SEEDS_APART = 1_000_000
 """What ``trainer.seed`` rises by from one stage to the next: problems and samples are other ones,

@@ -6,11 +6,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from prime_composer.recipe.backends import TIMEOUT, WAIT, ScorerName, backend_of
-from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
 from prime_composer.recipe.urls import Url
-from prime_composer.tables import Table
+from prime_composer.tables import LARGEST_BATCH, MOST_STEPS, Table
 
 HINT_TEMPLATES = {
     "reference": "{question}\nA correct solution: {hint}\nSolve it again.",

@@ -8,9 +8,8 @@ from annotated_types import Ge, Le
 from pydantic import Field, PositiveInt, model_validator
 
 from prime_composer.losses import LossConfig
-from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, not_carried
-from prime_composer.tables import Table
+from prime_composer.tables import LARGEST_BATCH, MOST_STEPS, Table
 
 ALL_STEPS = not_carried("prime-rl trains all steps of a run")
 

@@ -87,7 +87,7 @@ class BackendSpec:
 
 
 def _vllm(spec: BackendSpec, status: Status | None) -> Sampler:
-    from prime_composer.samplers.vllm import VLLMSampler
+    from prime_composer.backends.vllm import VLLMSampler
 
     return VLLMSampler(
         spec.model,

@@ -43,11 +43,7 @@ class NoTables(NoRows):
 
 
 class Room:
-    """What may be there at once, in bytes or tokens. Who asks for more waits, in order.
-
-    Args:
-        size: of all together. What is larger has the room for itself.
-    """
+    """What may be there at once, in bytes or tokens. Who asks for more waits, in order."""
 
     def __init__(self, size: int):
         self._size = self._free = size
@@ -77,13 +73,6 @@ async def all_rows(
 
     The first error cancels the others. Where several engines or loads of weights answered, their
     fingerprints are one.
-
-    Args:
-        engine: vLLM's client of its engine.
-        config: vLLM's. Its prefix cache has whole blocks: a shorter prompt is in none, and one of
-            whole blocks is in it with the row that predicts the first token.
-        score_request: the checked request.
-        rows_requests: what the worker has to do, one per sequence.
     """
     block_size: int = config.cache_config.block_size
     longest = max(len(sequence.token_ids) for sequence in score_request.sequences)
@@ -174,12 +163,7 @@ def sampling_params() -> Any:
 
 @lru_cache
 def fields_of(description: bytes) -> list[Field]:
-    """Return the arrays of a response (``worker.Progress.payload``).
-
-    Raises:
-        NoTables: the worker does not have the tables that a request names.
-        NoRows: there are no rows for another reason, which the worker says.
-    """
+    """Return the arrays of a response (``worker.Progress.payload``)."""
     fields = json.loads(description)
     if isinstance(fields, dict):
         if fields["type"] == UnknownTables.__name__:

@@ -148,11 +148,6 @@ class Kind(ABC):
 
         It runs in vLLM's worker, on its device. An error costs the requests of these rows, and no
         others.
-
-        Args:
-            rows: some rows, of one request or of several that share the parameters.
-            request: of the first of them. Its ``numbers`` are those of other rows.
-            numbers: those of these rows, None without any.
         """
 
     def read(
@@ -395,11 +390,7 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HI
 
 
 def register_named() -> None:
-    """Add the kinds that ``VARIABLE`` names to ``KINDS``. Twice is harmless.
-
-    Raises:
-        ValueError: a name is wrong, or two kinds have the same name.
-    """
+    """Add the kinds that ``VARIABLE`` names to ``KINDS``. Twice is harmless."""
     for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
         kind = named_kind(name, f"{VARIABLE}={name!r}")
         if KINDS.setdefault(kind.name, kind) is not kind:

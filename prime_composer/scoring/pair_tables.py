@@ -167,25 +167,16 @@ def name_of(content: bytes) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """Where the mass of each teacher token goes if all of it is still to come.
+    """Where the mass of each teacher token goes if all of it is still to come."""
 
-    Attributes:
-        index: column of each teacher token among ``2 * len(firsts) + 2``: mass that is certain,
-            mass that is not, mass whose student token is unknown, and that of silent tokens.
-        firsts: the student's tokens, in order.
-    """
-
+    # column of each teacher token among ``2 * len(firsts) + 2``: mass that is certain, mass that is
+    # not, mass whose student token is unknown, and that of silent tokens
     index: Int[Tensor, " v"]
-    firsts: Int[Tensor, " u"]
+    firsts: Int[Tensor, " u"]  # the student's tokens, in order
 
 
 class OnDevice:
-    """Tables on the device of a worker.
-
-    Args:
-        tables: the checked tables.
-        device: of the rows.
-    """
+    """Tables on the device of a worker."""
 
     def __init__(self, tables: PairTables, device: torch.device):
         def there(array: NDArray[np.int32]) -> Tensor:
@@ -221,11 +212,7 @@ def whole_of(tables: PairTables, skip: int) -> tuple[NDArray[np.int32], NDArray[
 
 
 class Kept:
-    """The tables that a worker keeps, those that were used last.
-
-    Args:
-        most: how many; the one that was used longest ago makes room.
-    """
+    """The tables that a worker keeps, those that were used last."""
 
     def __init__(self, most: int):
         self.most = most
@@ -256,11 +243,7 @@ class Kept:
         self._there = {key: one for key, one in self._there.items() if key[0] in self._tables}
 
     def on(self, name: str, device: torch.device) -> OnDevice:
-        """Return tables on a device.
-
-        Raises:
-            UnknownTables: they are not here.
-        """
+        """Return tables on a device."""
         if name not in self._tables:
             raise UnknownTables(name)
         self._tables.move_to_end(name)
@@ -271,11 +254,7 @@ class Kept:
 
 
 def most_kept() -> int:
-    """Return how many tables this server keeps.
-
-    Raises:
-        ValueError: the variable is no such number.
-    """
+    """Return how many tables this server keeps."""
     value = os.environ.get(VARIABLE, str(KEPT))
     if not value.isdecimal():
         raise ValueError(f"{VARIABLE}={value!r}: set it to a number of pairs, 0 for none")
@@ -292,8 +271,6 @@ def take_tables(worker: Any, name: str, content: bytes) -> dict[str, Any]:
     Everything is of types that vLLM sends between its processes without pickling.
 
     Args:
-        worker: vLLM's.
-        name: SHA-256 of the content.
         content: the tables' bytes.
     """
     try:

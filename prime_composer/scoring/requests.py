@@ -83,13 +83,7 @@ def limits_of(max_model_len: int) -> Limits:
 
 
 async def body_of(request: Request, facts: Facts) -> bytearray:
-    """Return a request's body, of which no more is read than the limits admit.
-
-    Raises:
-        TooLarge: it has more bytes, or so many commas that it has too many tokens or sequences. To
-            decode them would take a second.
-        ClientDisconnect: the client is gone.
-    """
+    """Return a request's body, of which no more is read than the limits admit."""
     limits = limits_of(facts.max_model_len)
     announced, most = request.headers.get("Content-Length", ""), limits.question_bytes
     body = bytearray()
@@ -117,12 +111,7 @@ def too_many(limits: Limits) -> TooLarge:
 
 
 def read(body: bytes | bytearray, kind: type[Any]) -> Any:
-    """Return a request of this version.
-
-    Raises:
-        OtherVersion: it is one of another version.
-        BadRequest: it is none.
-    """
+    """Return a request of this version."""
     try:
         decoded = msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
@@ -137,11 +126,7 @@ def read(body: bytes | bytearray, kind: type[Any]) -> Any:
 
 
 def tables_of(tables_request: TablesRequest) -> bytes:
-    """Return the bytes of tables; none where the request only asks.
-
-    Raises:
-        BadRequest: this server takes none, or they are damaged: their name is another one.
-    """
+    """Return the bytes of tables; none where the request only asks."""
     if not most_kept():
         raise BadRequest(f"This server takes no tables of tokenizers ({VARIABLE}=0).")
     try:
@@ -154,12 +139,7 @@ def tables_of(tables_request: TablesRequest) -> bytes:
 
 
 def check_request(score_request: ScoreRequest, facts: Facts) -> None:
-    """Check what the sequences of a request share.
-
-    Raises:
-        TooLarge: too many sequences or tokens.
-        BadRequest: a kind that is not known.
-    """
+    """Check what the sequences of a request share."""
     limits = limits_of(facts.max_model_len)
     sequences, kinds = score_request.sequences, score_request.kinds
     tokens = sum(len(sequence.token_ids) for sequence in sequences)
@@ -170,12 +150,7 @@ def check_request(score_request: ScoreRequest, facts: Facts) -> None:
 
 
 def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
-    """Check which rows of the head are asked for.
-
-    Raises:
-        TooLarge: too many at once.
-        BadRequest: there are no such rows.
-    """
+    """Check which rows of the head are asked for."""
     first, last = head_request.first, head_request.last
     if not first <= last <= facts.vocab_size:
         raise BadRequest(
@@ -186,11 +161,7 @@ def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
 
 
 def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> RowsRequest:
-    """Return what the worker has to do for one sequence, named by its index.
-
-    Raises:
-        BadRequest: the engine would end, or answer something else.
-    """
+    """Return what the worker has to do for one sequence, named by its index."""
     sequence = score_request.sequences[index]
     place, length = f"sequence {index}", len(sequence.token_ids)
     if length + 1 > facts.max_model_len:
@@ -215,11 +186,7 @@ def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> Ro
 def requests_of(
     sequence: SequenceRequest, score_request: ScoreRequest, facts: Facts
 ) -> tuple[KindRequest, ...]:
-    """Return what each kind of a request is asked for one sequence.
-
-    Raises:
-        ValueError: a kind refuses it, or parameters are of no kind that reads any.
-    """
+    """Return what each kind of a request is asked for one sequence."""
     found = {name: kind.read(score_request, sequence, facts) for name, kind in KINDS.items()}
     requests = [request for name in score_request.kinds if (request := found[name]) is not None]
     if sequence.parameters is not msgspec.UNSET:
@@ -233,11 +200,7 @@ def requests_of(
 def response_size(
     score_request: ScoreRequest, rows_requests: list[RowsRequest], facts: Facts
 ) -> int:
-    """Return how many bytes a response's arrays have.
-
-    Raises:
-        TooLarge: more than ``MOST_RESPONSE_BYTES``.
-    """
+    """Return how many bytes a response's arrays have."""
     rows = size = 0
     for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True):
         rows += sequence.rows

@@ -54,26 +54,16 @@ AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of some rows, row after row, on the CPU.
+    """The parts of some rows, row after row, on the CPU."""
 
-    Attributes:
-        row: of each.
-        low, high: its range in ``order``.
-        skip: bytes that the student has written; -1 in front of a lead.
-        columns: of its answer.
-        offset: its first column.
-        forced_part: index of the part of each forced token.
-        forced_id: its id.
-    """
-
-    row: NDArray[np.int64]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
-    skip: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    forced_part: NDArray[np.int64]
-    forced_id: NDArray[np.int64]
+    row: NDArray[np.int64]  # of each
+    low: NDArray[np.int64]  # its range in ``order``
+    high: NDArray[np.int64]  # its range in ``order``
+    skip: NDArray[np.int64]  # bytes that the student has written; -1 in front of a lead
+    columns: NDArray[np.int64]  # of its answer
+    offset: NDArray[np.int64]  # its first column
+    forced_part: NDArray[np.int64]  # index of the part of each forced token
+    forced_id: NDArray[np.int64]  # its id
 
     @classmethod
     def of(cls, numbers: NDArray[np.int32], parts: int) -> "Parts":
@@ -196,18 +186,12 @@ class StudentCandidates(Kind):
 
 @dataclass(frozen=True)
 class List:
-    """Candidates of parts, in columns.
+    """Candidates of parts, in columns."""
 
-    Attributes:
-        ids: -1 where there is none, [p, c].
-        closed, open: masses.
-        begun: mass of what may begin them.
-    """
-
-    ids: Int[Tensor, "p c"]
-    closed: Float[Tensor, "p c"]
-    open: Float[Tensor, "p c"]
-    begun: Float[Tensor, "p c"]
+    ids: Int[Tensor, "p c"]  # -1 where there is none, [p, c]
+    closed: Float[Tensor, "p c"]  # masses
+    open: Float[Tensor, "p c"]  # masses
+    begun: Float[Tensor, "p c"]  # mass of what may begin them
 
 
 class Answer:
@@ -260,16 +244,7 @@ def of_whole(
     parts: Parts,
     skip: int,
 ) -> tuple[Float[Tensor, " p"], List]:
-    """Return the masses of parts of all tokens, and their candidates.
-
-    Args:
-        tables: the pair's.
-        whole: where each token's mass goes.
-        probabilities: of all rows.
-        next_ids: the tokens that followed, which begin no other one.
-        parts: of some rows.
-        skip: -1 with the lead, 0 without.
-    """
+    """Return the masses of parts of all tokens, and their candidates."""
     device, size = probabilities.device, len(whole.firsts)
     row = torch.from_numpy(parts.row).to(device)
     rows = probabilities[row]
@@ -354,13 +329,8 @@ def mass_begun(
     """Return the mass of the teacher's tokens that end inside a student token.
 
     Args:
-        tables: the pair's.
-        probabilities: of all rows.
-        next_ids: the tokens that followed, which are left out.
         token: a teacher token that has the student's after its first bytes.
-        row: where.
         skip: these bytes.
-        first: the student's token.
     """
     begun = probabilities.new_zeros(len(token))
     last = skip + tables.widths[first.clamp_min(0)]
@@ -393,14 +363,7 @@ def wrong_shared(request: KindRequest) -> str:
 
 
 def wrong_numbers(numbers: NDArray[np.int32], parts: int, columns: int, vocab_size: int) -> str:
-    """Say which numbers of rows are wrong; empty for none.
-
-    Args:
-        numbers: of each row.
-        parts: per row.
-        columns: per row.
-        vocab_size: of the teacher's head.
-    """
+    """Say which numbers of rows are wrong; empty for none."""
     width = FIELDS * parts
     low, high, skip, asked = numbers[:, :width].reshape(len(numbers), parts, FIELDS).T
     if ((low < 0) | (high < low) | (high > vocab_size)).any():

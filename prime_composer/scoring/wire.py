@@ -58,17 +58,11 @@ class WireError(ValueError):
 
 
 class Parameters(msgspec.Struct, forbid_unknown_fields=True):
-    """Parameters of one kind for one sequence. The kind says what they mean, and checks them.
+    """Parameters of one kind for one sequence. The kind says what they mean, and checks them."""
 
-    Attributes:
-        k: columns of what is asked for.
-        shared: what all rows share, by name.
-        rows: int32 numbers of each row, [n, m], from ``encode_ids``.
-    """
-
-    k: Count = 0
-    shared: dict[str, Any] = {}
-    rows: str = ""
+    k: Count = 0  # columns of what is asked for
+    shared: dict[str, Any] = {}  # what all rows share, by name
+    rows: str = ""  # int32 numbers of each row, [n, m], from ``encode_ids``
 
 
 class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):

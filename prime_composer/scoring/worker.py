@@ -132,19 +132,12 @@ def uint8(content: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of one request in one batch.
+    """Rows of one request in one batch."""
 
-    Attributes:
-        begin: its first row in the batch's hidden states.
-        row: its first row's place among the request's rows of interest.
-        next_ids: the tokens that followed, one per row.
-        progress: the request's.
-    """
-
-    begin: int
-    row: int
-    next_ids: Sequence[int]
-    progress: Progress
+    begin: int  # its first row in the batch's hidden states
+    row: int  # its first row's place among the request's rows of interest
+    next_ids: Sequence[int]  # the tokens that followed, one per row
+    progress: Progress  # the request's
 
     @property
     def count(self) -> int:
@@ -199,10 +192,7 @@ def answer_prompts(
     """Compute the rows of marked requests in one batch; return the requests that are complete.
 
     Args:
-        runner: vLLM's ``GPUModelRunner``.
-        rows_requests: request id -> what it asks for.
         hidden_states: of all tokens of the batch, [tokens, d].
-        scheduled: request id -> its tokens in the batch; a preempted request has none.
     """
     done: dict[str, Progress] = {}
     groups: dict[tuple[Any, ...], list[Piece]] = {}
@@ -249,10 +239,7 @@ def answer_group(
     parallelism all workers run it together. A head that fails does end the engine.
 
     Args:
-        head: hidden states -> logits.
-        vocab_size: entries of the logits.
         hidden_states: of the whole batch, [tokens, d].
-        group: the pieces.
     """
     device, requests = hidden_states.device, group[0].progress.rows_request.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
@@ -292,13 +279,7 @@ def joined(parts: Sequence[NDArray[np.int32] | None]) -> Int[Tensor, "n m"] | No
 
 
 def write(group: Sequence[Piece], first: int, arrays: dict[str, Tensor]) -> None:
-    """Store a block of the rows of pieces, which are one after the other.
-
-    Args:
-        group: the pieces.
-        first: the block's first row among those of all pieces.
-        arrays: name -> the block's rows, on the CPU.
-    """
+    """Store a block of the rows of pieces, which are one after the other."""
     last, end = first + len(next(iter(arrays.values()))), 0
     for piece in group:
         begin, end = end, end + piece.count

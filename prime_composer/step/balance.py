@@ -48,13 +48,7 @@ def trained_tokens(sample: Sample) -> int:
 
 
 def shares(name: str, environments: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """Return each environment's share of the values' sum; nothing where the sum is 0.
-
-    Args:
-        name: of the metric, in front of the environment's.
-        environments: of each value.
-        values: not negative.
-    """
+    """Return each environment's share of the values' sum; nothing where the sum is 0."""
     sums, total = dict.fromkeys(environments, 0.0), sum(values)
     for environment, value in zip(environments, values, strict=True):
         sums[environment] += value

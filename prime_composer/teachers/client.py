@@ -246,27 +246,13 @@ class TeacherClient:
             )
 
     def kind_of(self, k: int, by_student: bool) -> SupportKind:
-        """Return the kind that gives a support of K ids.
-
-        Args:
-            k: K; 0 for the sampled token only.
-            by_student: the ids are the caller's choice.
-        """
+        """Return the kind that gives a support of K ids."""
         if by_student:
             return GIVEN
         return self._kind if k else TOP_K
 
     def check_can(self, kind: SupportKind, hidden: bool, *, binary: bool = True) -> None:
-        """Check that the server has what only a plugin gives.
-
-        Args:
-            kind: of the support.
-            hidden: with hidden states.
-            binary: the plugin may be asked.
-
-        Raises:
-            Exception: the transport's error. It has not.
-        """
+        """Check that the server has what only a plugin gives."""
         what = "hidden states" if hidden else kind.what
         if self.facts is None or not binary:
             if hidden or not kind.in_json:
@@ -347,11 +333,7 @@ class TeacherClient:
         return await self._score_json(sequence, k)
 
     async def _give(self, tables: PairTables) -> None:
-        """Send tables to the server, if it does not have them.
-
-        Raises:
-            Refused: it does not take them.
-        """
+        """Send tables to the server, if it does not have them."""
         async with self.known.giving:  # many requests may miss them at once
             try:
                 await self._send_tables(tables.name, b"")
@@ -423,11 +405,7 @@ class TeacherClient:
         )
 
     def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
-        """Return the size of the plugin's arrays; 0 without the plugin.
-
-        Raises:
-            Exception: the transport's error. It is more than the server answers at once.
-        """
+        """Return the size of the plugin's arrays; 0 without the plugin."""
         if self.facts is None:
             return 0
         own = self.kind_of(k, by_student), k if by_student else asked_for(k)

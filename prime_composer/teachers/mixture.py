@@ -173,11 +173,6 @@ def extrapolate(scores: Scores, reference: Scores, scale: float) -> Scores:
     Where q = r, it is log q for every lambda, also for a token that both exclude.
 
     Source: G-OPD (2026), https://arxiv.org/abs/2602.12125.
-
-    Args:
-        scores: the teacher's.
-        reference: the reference's, of the same tokens.
-        scale: lambda.
     """
     log_q, log_r = scores.ref_logprobs, reference.ref_logprobs.to(scores.ref_logprobs.dtype)
     extrapolated = scale * log_q + (1 - scale) * log_r
@@ -287,14 +282,7 @@ def _joined(
     supports: Sequence[Int[Tensor, "_ _k"]],
     shares: Sequence[Float[Tensor, "_ _k"]],
 ) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
-    """Return the K ids of the largest q^, and log q^.
-
-    Args:
-        token_ids: the sampled tokens.
-        ref_logprobs: log q of these.
-        supports: the ids of each teacher.
-        shares: log(w q) of each teacher at its ids.
-    """
+    """Return the K ids of the largest q^, and log q^."""
     k = max(ids.shape[1] for ids in supports)
     ids, logprobs = torch.cat([*supports], dim=1), torch.cat([*shares], dim=1)
     if k == 0:

@@ -31,17 +31,11 @@ MOST_HEAD_ENTRIES = 2**33
 
 @dataclass(frozen=True)
 class OutputHead:
-    """A teacher's output head: logits = scale · softcap(h Wᵀ + bias).
+    """A teacher's output head: logits = scale · softcap(h Wᵀ + bias)."""
 
-    Attributes:
-        weight: W, [V, d].
-        bias: [V]; None without one.
-        facts: scale, softcap, and the dtype that the server multiplies in.
-    """
-
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None
-    facts: HeadFacts
+    weight: Float[Tensor, "v d"]  # W, [V, d]
+    bias: Float[Tensor, " v"] | None  # [V]; None without one
+    facts: HeadFacts  # scale, softcap, and the dtype that the server multiplies in
 
     @property
     def sha256(self) -> str:

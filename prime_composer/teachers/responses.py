@@ -31,18 +31,12 @@ CHECKED_ROWS = 1024
 
 @dataclass(frozen=True)
 class Asked:
-    """What a response of the plugin has to have.
+    """What a response of the plugin has to have."""
 
-    Attributes:
-        kind: of the support.
-        request: what it was asked.
-        head: the teacher's output head, where there are hidden states too.
-        beside: a kind that gives no support, and what it was asked.
-    """
-
-    kind: SupportKind
-    request: KindRequest
-    head: TeacherHead | None
+    kind: SupportKind  # of the support
+    request: KindRequest  # what it was asked
+    head: TeacherHead | None  # the teacher's output head, where there are hidden states too
+    # a kind that gives no support, and what it was asked
     beside: tuple[tuple[Kind, KindRequest], ...] = ()
 
     @property
@@ -79,18 +73,7 @@ def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) ->
 def read_binary(
     response: ScoreResponse, sequence: SequenceToScore, asked: Asked, facts: Facts, origin: str
 ) -> Scores:
-    """Return the scores in a response of the scoring plugin, checked.
-
-    Args:
-        response: the decoded response.
-        sequence: what was scored.
-        asked: what was asked for.
-        facts: the server's.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: it has other sequences, arrays or shapes, or its numbers are none.
-    """
+    """Return the scores in a response of the scoring plugin, checked."""
     n, k = len(sequence.lacks), asked.request.k
     try:
         if len(response.sequences) != 1:
@@ -122,11 +105,7 @@ def read_binary(
 
 
 def expected(arrays: Arrays, field: Field, n: int) -> NDArray[Any]:
-    """Return an array of a response, at an aligned address.
-
-    Raises:
-        WireError: there is none of this shape and dtype.
-    """
+    """Return an array of a response, at an aligned address."""
     shape = (n, field.columns) if field.columns else (n,)
     dtype, found = np.dtype(DTYPES[field.dtype]), arrays.get(field.name)
     if found is None or found.shape != shape or found.dtype != dtype:
@@ -169,11 +148,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
 
 
 def check_finite(states: Float[Tensor, "n d"], sequence: SequenceToScore, origin: str) -> None:
-    """Check that hidden states are finite.
-
-    Raises:
-        InvalidAnswer: some are not.
-    """
+    """Check that hidden states are finite."""
     for first in range(0, len(states), CHECKED_ROWS):
         wrong = (~states[first : first + CHECKED_ROWS].isfinite()).any(dim=1).nonzero()
         if len(wrong):

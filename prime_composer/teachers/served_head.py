@@ -39,27 +39,14 @@ HEAD_ROWS = 4096
 
 
 class ServedHead:
-    """The output head of a served teacher.
-
-    Args:
-        connection: to the server.
-        model: what the server said of its model.
-    """
+    """The output head of a served teacher."""
 
     def __init__(self, connection: Connection, model: Facts):
         self._connection = connection
         self._model = model
 
     def read(self, folder: Path | None = None) -> OutputHead:
-        """Return the teacher's output head.
-
-        Args:
-            folder: where heads are kept, in a file that is named by its hash. None: nowhere.
-
-        Raises:
-            ServerError: the server is gone or cannot read it, or it changed meanwhile.
-            ValueError: the file cannot be written.
-        """
+        """Return the teacher's output head."""
         facts = self._checked_facts()
         path = None if folder is None else folder / f"{facts.sha256}.safetensors"
         if path is not None and path.exists():
@@ -94,15 +81,7 @@ class ServedHead:
         return facts
 
     def read_files(self, folder: Path) -> OutputHead:
-        """Return the output head of a checkpoint on this machine, if it is the server's.
-
-        Args:
-            folder: of the checkpoint.
-
-        Raises:
-            ServerError: the head is another one, or the server cannot read its own.
-            ValueError: the folder has no head.
-        """
+        """Return the output head of a checkpoint on this machine, if it is the server's."""
         facts = self._checked_facts()
         weight, bias = read_head(folder, facts.rows)
         dtype = DTYPES_BY_NAME[facts.dtype]
@@ -117,11 +96,7 @@ class ServedHead:
         return head
 
     def facts(self) -> HeadFacts:
-        """Return what the server says about the teacher's output head.
-
-        Raises:
-            ServerError: the server is gone or cannot read it.
-        """
+        """Return what the server says about the teacher's output head."""
         facts = self._answer(0, 0).facts
         if facts is None:
             raise self._error("says nothing about itself")

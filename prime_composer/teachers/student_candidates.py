@@ -86,19 +86,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is asked about a completion.
+    """What is asked about a completion."""
 
-    Attributes:
-        plan: of the completion.
-        most: candidates per position.
-        parts: of each position that has a score, in order; that of the position's own row first.
-        beside: the request.
-    """
-
-    plan: Plan
-    most: int
+    plan: Plan  # of the completion
+    most: int  # candidates per position
+    # of each position that has a score, in order; that of the position's own row first
     parts: tuple[tuple[Part, ...], ...]
-    beside: Beside
+    beside: Beside  # the request
 
 
 class Questions:
@@ -166,13 +160,7 @@ def has(ordered: NDArray[np.int64], token: int) -> bool:
 
 
 def share_columns(parts: Sequence[Part], most: int, columns: int) -> None:
-    """Share a row's columns among its parts: a short one is listed whole, long ones alike.
-
-    Args:
-        parts: of the row.
-        most: candidates of a part.
-        columns: of the row.
-    """
+    """Share a row's columns among its parts: a short one is listed whole, long ones alike."""
     # What comes later has least: the parts of a token that begins deep inside a teacher's.
     parts = parts[:MOST_PARTS]
     needs = [1 + min(len(part.firsts), most + len(part.forced)) for part in parts]
@@ -239,17 +227,7 @@ def tables_of(pair: Pair) -> PairTables:
 def read_answer(
     pair: Pair, question: Question, read: Scores, origin: str = "The teacher's server"
 ) -> tuple[Candidates, ListedRows]:
-    """Return the candidates of a completion, and what is listed of the teacher's rows.
-
-    Args:
-        pair: the tokenizers.
-        question: what was asked.
-        read: the answer: the teacher's scores of its own tokens, and the arrays beside them.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: the arrays cannot be what was asked for.
-    """
+    """Return the candidates of a completion, and what is listed of the teacher's rows."""
     assert read.beside is not None
     arrays, student = read.beside, len(pair.student.of_id)
     check_arrays(arrays, student, origin)
@@ -293,25 +271,16 @@ def read_answer(
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """The parts of all positions, one after the other; none of a position that lacks one.
+    """The parts of all positions, one after the other; none of a position that lacks one."""
 
-    Attributes:
-        parts: the parts, [p].
-        at: the position of each.
-        row, offset, columns: of each.
-        share: the teacher's path from its row to the position's, as a factor.
-        is_own: it is that of its position's own row, and begins no lead.
-        lacks: whether the row of one of a position's parts has no room for it, [n].
-    """
-
-    parts: list[Part]
-    at: NDArray[np.int64]
-    row: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    share: NDArray[np.float64]
-    is_own: NDArray[np.bool_]
-    lacks: NDArray[np.bool_]
+    parts: list[Part]  # the parts, [p]
+    at: NDArray[np.int64]  # the position of each
+    row: NDArray[np.int64]  # of each
+    offset: NDArray[np.int64]  # of each
+    columns: NDArray[np.int64]  # of each
+    share: NDArray[np.float64]  # the teacher's path from its row to the position's, as a factor
+    is_own: NDArray[np.bool_]  # it is that of its position's own row, and begins no lead
+    lacks: NDArray[np.bool_]  # whether the row of one of a position's parts has no room for it, [n]
 
     @classmethod
     def of(
@@ -341,20 +310,13 @@ class Flat:
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """What an answer lists of parts, part after part.
+    """What an answer lists of parts, part after part."""
 
-    Attributes:
-        part: index of each entry's part, in order, [e].
-        ids: the student's tokens.
-        closed, open: masses.
-        begun: share of what may begin them.
-    """
-
-    part: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    closed: NDArray[np.float64]
-    open: NDArray[np.float64]
-    begun: NDArray[np.float64]
+    part: NDArray[np.int64]  # index of each entry's part, in order, [e]
+    ids: NDArray[np.int64]  # the student's tokens
+    closed: NDArray[np.float64]  # masses
+    open: NDArray[np.float64]  # masses
+    begun: NDArray[np.float64]  # share of what may begin them
 
     @classmethod
     def of(cls, parts: Flat, arrays: Arrays) -> "Listed":
@@ -388,19 +350,7 @@ class Listed:
 def of_positions(
     positions: Sequence[Position], parts: Flat, listed: Listed, student: int, most: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the ids with most mass at each position, the sampled one first, and their masses.
-
-    Args:
-        positions: those with a score.
-        parts: of all of them.
-        listed: what the answer has of these.
-        student: entries of its vocabulary.
-        most: ids per position.
-
-    Returns:
-        Positions, places among a position's ids, ids, and three masses: certain, open, and of what
-        may begin them and not end them; NaN where the answer does not say it.
-    """
+    """Return the ids with most mass at each position, the sampled one first, and their masses."""
     share, of_part = parts.share[listed.part], parts.at[listed.part]
     keys, of_key = np.unique(of_part * student + listed.ids, return_inverse=True)
     closed, open_ = (
@@ -428,14 +378,7 @@ def of_positions(
 def missing_of(
     parts: Flat, listed: Listed, keys: NDArray[np.int64], student: int
 ) -> NDArray[np.float64]:
-    """Return the mass that each id may have more of, at most, in parts that do not list it.
-
-    Args:
-        parts: of all positions.
-        listed: what the answer has of these.
-        keys: positions times ``student`` plus ids, in order.
-        student: entries of its vocabulary.
-    """
+    """Return the mass that each id may have more of, at most, in parts that do not list it."""
     missing = np.zeros(len(keys))
     forced = [at * student + i for at, part in enumerate(parts.parts) for i in part.forced]
     unforced = ~np.isin(listed.part * student + listed.ids, forced)
@@ -456,11 +399,7 @@ def missing_of(
 
 
 def check_arrays(arrays: Arrays, student_size: int, origin: str) -> None:
-    """Check what no teacher can have answered.
-
-    Raises:
-        InvalidAnswer: an id that the student does not have, or a mass that is none.
-    """
+    """Check what no teacher can have answered."""
     ids = arrays["candidate_ids"]
     if ids.size and not -1 <= int(ids.min()) <= int(ids.max()) < student_size:
         raise InvalidAnswer(

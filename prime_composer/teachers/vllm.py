@@ -37,12 +37,6 @@ class VLLMScorer:
     """Teacher scores from a vLLM engine in this process (``protocols.Scorer``).
 
     ``max_logprobs`` must be at least the K of the requests.
-
-    Args:
-        model: a directory or a hub id.
-        kind: what is asked for a support that the caller has not chosen. One from outside the
-            package is in ``KINDS`` then.
-        arguments: of ``VLLMEngine``.
     """
 
     def __init__(self, model: str | Path, *, kind: SupportKind = TOP_K, **arguments: Any):

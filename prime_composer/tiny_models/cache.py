@@ -24,8 +24,10 @@ from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
-from prime_composer.tiny_models.progress import Progress
 from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
+
+Progress = Callable[[int, int, float], None]
+"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
@@ -137,11 +139,7 @@ def is_shipped(folder: Path) -> bool:
 
 
 def _shipped(key: str) -> Path | None:
-    """Return the package's model of a cache key, None where it has none.
-
-    Raises:
-        ValueError: its weights are not those that were trained.
-    """
+    """Return the package's model of a cache key, None where it has none."""
     folder = SHIPPED / key
     if not folder.is_dir():
         return None
@@ -245,10 +243,6 @@ def prepare_model(
     pruned model is made from the unpruned one of the same description, which is cached too. If that
     one is the teacher, it is trained once: ``rebuilt`` names what this command has trained, which
     ``rebuild`` leaves as it is.
-
-    Raises:
-        ValueError: the data does not fit the model, its training diverges, the model to damage
-            cannot be loaded or damaged, libraries are missing, or the cache folder cannot be used.
     """
     models = (cache_dir or cache_root()) / "models"
     key = cache_key(config, problems)

@@ -15,26 +15,15 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_lay
 
 
 class Damage(NamedTuple):
-    """What was done to a model.
+    """What was done to a model."""
 
-    Attributes:
-        rounded: weights of the linear layers that were rounded.
-        weights: weights of the whole model that is left.
-        layers: decoder layers that are left.
-    """
-
-    rounded: int
-    weights: int
-    layers: int
+    rounded: int  # weights of the linear layers that were rounded
+    weights: int  # weights of the whole model that is left
+    layers: int  # decoder layers that are left
 
 
 def damage_model(config: DamagedConfig, folder: Path) -> Damage:
-    """Write a damaged copy of a model, and its tokenizer, into ``folder``.
-
-    Raises:
-        ModelUnavailable: the model cannot be loaded.
-        ValueError: it lacks a layer that is to be removed, or cannot be rounded as described.
-    """
+    """Write a damaged copy of a model, and its tokenizer, into ``folder``."""
     model: Any = load_model(config.source, device="cpu")
     sizes = model.config.get_text_config()
     if config.drop_layers:
@@ -56,9 +45,6 @@ def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None
 
     The model is for saving: its layers' own numbers, under which a cache finds them, are those of
     the next load.
-
-    Raises:
-        ValueError: the model lacks one of the layers, or its layers are not found.
     """
     net: Any = model
     config = net.config.get_text_config()

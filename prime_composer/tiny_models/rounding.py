@@ -25,15 +25,10 @@ from prime_composer.recipe.prepare import QuantizeConfig
 
 
 class Rounded(NamedTuple):
-    """How much of a model was rounded.
+    """How much of a model was rounded."""
 
-    Attributes:
-        rounded: weights of the linear layers.
-        weights: weights of the whole model.
-    """
-
-    rounded: int
-    weights: int
+    rounded: int  # weights of the linear layers
+    weights: int  # weights of the whole model
 
 
 @dataclass
@@ -122,11 +117,7 @@ class LatentWeights:
 
 @torch.no_grad()
 def round_model(model: nn.Module, config: QuantizeConfig) -> Rounded:
-    """Round the linear layers of a model in place.
-
-    Raises:
-        ValueError: as ``layers_to_round``.
-    """
+    """Round the linear layers of a model in place."""
     layers = layers_to_round(model, config)
     for layer in layers.values():
         layer.weight.copy_(round_to_nearest(layer.weight, config.bits, config.group))

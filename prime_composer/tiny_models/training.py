@@ -6,7 +6,7 @@
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,6 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.order import prompt_batches
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
-from prime_composer.tiny_models.progress import Progress
 from prime_composer.tiny_models.transcripts import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
@@ -43,7 +42,10 @@ LENGTH_GROUPS = 4
 
 
 def build_model(
-    config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress
+    config: PrepareConfig,
+    problems: ProblemSet,
+    folder: Path,
+    progress: Callable[[int, int, float], None],
 ) -> float:
     """Write tokenizer, model and generation config into ``folder``, and return the training loss.
 
@@ -206,7 +208,7 @@ def fine_tune(
     model: Qwen3ForCausalLM,
     examples: list[Example],
     config: PrepareConfig,
-    progress: Progress,
+    progress: Callable[[int, int, float], None],
 ) -> float:
     """Minimize the cross-entropy of the learned tokens, the end of text included.
 

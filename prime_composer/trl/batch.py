@@ -20,7 +20,6 @@ def rollouts_of(batch: Mapping[str, Any], eos_token_ids: Collection[int]) -> lis
     Args:
         batch: ``prompt_ids`` (padded on the left), ``completion_ids`` (padded on the right) and
             their masks, [rows, tokens]. ``tool_mask`` is 0 at the tokens of a tool.
-        eos_token_ids: ids that end a completion.
     """
     prompts, completions = batch["prompt_ids"].cpu(), batch["completion_ids"].cpu()
     prompt_masks, completion_masks = (

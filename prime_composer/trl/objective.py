@@ -29,11 +29,6 @@ def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None)
     Args:
         loss: a config, a ``[loss]`` table, its ``type`` alone, or a recipe file. Of a file
             ``[loss]`` is read. Its models, data and trainer are not.
-
-    Raises:
-        RecipeError: the file is no recipe, or its objective is more than its ``[loss]``.
-        pydantic.ValidationError: wrong fields of a table, with their names.
-        ValueError: an unknown type, none at all, or a loss that trl has no inputs for.
     """
     if loss is None:
         raise ValueError(
@@ -68,15 +63,7 @@ def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None)
 
 
 def check_arguments(config: LossConfig, args: Any) -> None:
-    """Refuse settings of trl that the loss would not see, or that it would be wrong with.
-
-    Args:
-        config: the loss.
-        args: trl's ``DistillationConfig``.
-
-    Raises:
-        ValueError: naming the setting and a remedy.
-    """
+    """Refuse settings of trl that the loss would not see, or that it would be wrong with."""
     if args.beta != 1.0:
         raise ValueError(
             f"args.beta = {args.beta} is the knob of trl's own loss, and `loss` replaces that: "

@@ -46,21 +46,7 @@ def is_folder_or_hub_id(teacher: Teacher) -> TypeGuard[str | Path]:
 def open_teacher(
     teacher: Teacher | None, args: Any, device: torch.device, status: Callable[[str], None]
 ) -> Scorer:
-    """Return the scorer of a teacher.
-
-    Args:
-        teacher: what the user passed.
-        args: trl's ``DistillationConfig``. Of it ``teacher_model_init_kwargs``,
-            ``teacher_model_revision`` and ``trust_remote_code`` are read, for a teacher that is
-            loaded here.
-        device: where a model in this process runs.
-        status: shown when a server is waited for.
-
-    Raises:
-        ServerError: nothing answers at the URL.
-        ValueError: there is no teacher, its head is not a plain product, or a setting is for
-            another kind of teacher.
-    """
+    """Return the scorer of a teacher."""
     if teacher is None:
         raise ValueError(
             "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "
@@ -103,21 +89,6 @@ def check_teacher(
     """Check vocabularies and tokenizers, and ask the teacher one question as the loss will.
 
     The question finds a server whose --max-logprobs is below K, or that lacks the scoring plugin.
-
-    Args:
-        teacher: what the user passed.
-        scorer: its scorer.
-        tokenizer: the student's.
-        vocab_size: entries of the student's head.
-        config: the loss.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        PreflightError: student and teacher do not fit each other.
-        ServerError: the server cannot answer such a question.
-        ValueError: K is above what the teacher can give.
     """
     size, by_student = config.asked_of_teacher
     warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), size)
@@ -136,13 +107,7 @@ def check_teacher(
 def ends_with(
     teacher: Teacher, tokenizer: Any, own: Collection[int]
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return what ends a text for the student and its teacher, and what to say of it.
-
-    Args:
-        teacher: what the user passed.
-        tokenizer: the student's.
-        own: ids that end a text by the student's files.
-    """
+    """Return what ends a text for the student and its teacher, and what to say of it."""
     of_teacher: dict[str, set[int]] = {}
     if isinstance(teacher, nn.Module):
         model: Any = teacher

@@ -61,20 +61,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
     that with which it was sampled, and importance ratios are 1.
 
     Args:
-        model: the student, as for ``trl.DistillationTrainer``.
-        teacher_model: a model, its directory or hub id, the URL of a vLLM server, or any
-            ``backends.protocols.Scorer``. A model in this process is on every rank as a whole. A
-            server at a URL is sent the API key of the environment variable ``VLLM_API_KEY``.
         loss: a ``LossConfig``, a ``[loss]`` table, its ``type`` alone, or a recipe file, whose
             ``[loss]`` is read.
-        args: as for ``trl.DistillationTrainer``.
-        **others: its other parameters, ``train_dataset`` and ``eval_dataset`` among them.
-
-    Raises:
-        RecipeError: the recipe file or its objective does not fit.
-        ServerError: the teacher's server does not answer, or not such a question.
-        PreflightError: student and teacher have different tokens, or K is too large.
-        ValueError: trl has no inputs for the loss, or a setting of trl contradicts it.
     """
 
     def __init__(
@@ -187,9 +175,6 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
 
         Gradients are averaged over ranks, so that the divisor is N divided by their number. An
         evaluation divides by the tokens of its own batch.
-
-        Raises:
-            NonFiniteLoss: the loss is NaN or infinite.
         """
         # Through the wrapper's forward, where DistributedDataParallel prepares its backward.
         wrapped = self.accelerator.unwrap_model(model)
@@ -244,11 +229,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         return averages.over_ranks().result()
 
     def _check_step(self) -> None:
-        """Check that the gradient of a step is that of the loss.
-
-        Raises:
-            RuntimeError: the trainer computed it without ``compute_loss``.
-        """
+        """Check that the gradient of a step is that of the loss."""
         computed, self._computed = self._computed, False
         if not computed:
             raise RuntimeError(

@@ -28,7 +28,10 @@ set_environment()
 import torch  # noqa: E402
 
 from prime_composer.backends import cpu_guard  # noqa: E402
-from prime_composer.backends.vllm import VLLMEngine  # noqa: E402
+from prime_composer.backends.vllm import (
+    VLLMEngine,  # noqa: E402
+    VLLMSampler,  # noqa: E402
+)
 from prime_composer.local import collect  # noqa: E402
 from prime_composer.local import student as student_module  # noqa: E402
 from prime_composer.local import train as train_module  # noqa: E402
@@ -36,7 +39,6 @@ from prime_composer.local.health import WeightCheck  # noqa: E402
 from prime_composer.local.watch import Watch  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
-from prime_composer.samplers.vllm import VLLMSampler  # noqa: E402
 from prime_composer.step import gradients  # noqa: E402
 from prime_composer.step.mismatch import Mismatch  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402

@@ -90,7 +90,7 @@ def test_longrope_frequencies_follow_the_context(context: int, length: int) -> N
 @pytest.mark.vllm
 def test_longrope_of_vllm_and_trainer_agree(tmp_path: Path) -> None:
     """On both sides of the original length: vLLM decides by the context of the engine."""
-    from prime_composer.samplers.vllm import VLLMSampler
+    from prime_composer.backends.vllm import VLLMSampler
 
     base = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -115,7 +115,7 @@ def test_longrope_of_vllm_and_trainer_agree(tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_dynamic_rope_of_vllm_and_trainer_agree(tmp_path: Path) -> None:
     """Beyond the model's own 32 positions, where vLLM would read behind its table of them."""
-    from prime_composer.samplers.vllm import VLLMSampler
+    from prime_composer.backends.vllm import VLLMSampler
 
     model_with("dynamic").save_pretrained(tmp_path)
     for context in (32, 120):

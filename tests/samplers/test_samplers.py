@@ -11,10 +11,9 @@ from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import is_adapted
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
-from prime_composer.backends.vllm import can_load_again
+from prime_composer.backends.vllm import VLLMSampler, can_load_again
 from prime_composer.recipe.model import LoraConfig
 from prime_composer.samplers.transformers import TransformersSampler, processed_logprobs
-from prime_composer.samplers.vllm import VLLMSampler
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 

@@ -65,11 +65,7 @@ def run_lighthouse(args: argparse.Namespace) -> int:
 
 
 def check_options(island: int | None, lighthouse: str | None, islands: int | None) -> bool:
-    """Return whether a command asks for islands.
-
-    Raises:
-        ValueError: its options do not go together.
-    """
+    """Return whether a command asks for islands."""
     if islands is not None and (island is not None or lighthouse is not None):
         raise ValueError("--islands runs all of them here; --island and --lighthouse run one")
     if (island is None) != (lighthouse is None):

@@ -50,15 +50,7 @@ def serve_lighthouse(config: str, overrides: Sequence[str], host: str, port: int
 
 
 def rl_islands(args: argparse.Namespace, command: str) -> int:
-    """Run one island or all of them, as the options of ``rl`` ask.
-
-    Args:
-        args: of ``rl``.
-        command: the words that name the recipe again.
-
-    Raises:
-        ValueError: the recipe, its islands or their directory are unusable; or a fault ended one.
-    """
+    """Run one island or all of them, as the options of ``rl`` ask."""
     recipe = load_recipe(args.config, args.overrides)
     diloco = _diloco_of(recipe.diloco, args.config)
     folder = args.output_dir or recipe.output_dir or str(Path("outputs") / Path(args.config).stem)
@@ -107,14 +99,7 @@ def _diloco_of(diloco: DilocoConfig | None, config: str) -> DilocoConfig:
 
 
 def run_island(wish: Wish, diloco: DilocoConfig, lighthouse: str, command: str) -> int:
-    """Meet the other islands, and run this one as ``run_local`` runs a recipe.
-
-    Args:
-        wish: what the user asked for, with the island's number.
-        diloco: the recipe's table.
-        lighthouse: URL of the lighthouse.
-        command: the words that ask for it again.
-    """
+    """Meet the other islands, and run this one as ``run_local`` runs a recipe."""
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
     import_torchft()
@@ -140,12 +125,6 @@ def run_here(diloco: DilocoConfig, config: str, options: Sequence[str], again: s
 
     Where one ends with an error the others are stopped, as by Ctrl-C. Returns the first exit status
     that is not 0; 128 + n after signal n.
-
-    Args:
-        diloco: the recipe's table.
-        config: its file.
-        options: of ``rl``, for each island.
-        again: the command that continues all of them.
     """
     environment = dict(os.environ)
     environment["PRIME_COMPOSER_THREADS"] = str(max(1, usable_cores() // diloco.replicas))

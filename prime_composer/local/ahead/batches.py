@@ -15,35 +15,22 @@ from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerCon
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The student after a step.
+    """The student after a step."""
 
-    Attributes:
-        step: finished steps.
-        model: the student, or a copy of it as it was then.
-    """
-
-    step: int
-    model: nn.Module
+    step: int  # finished steps
+    model: nn.Module  # the student, or a copy of it as it was then
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Collects the batches of a run, or takes them from a checkpoint.
+    """Collects the batches of a run, or takes them from a checkpoint."""
 
-    Attributes:
-        engine: the open models.
-        trainer: the recipe's ``[trainer]``.
-        rollout: its ``[rollout]``.
-        replay: its ``[replay]``.
-        watch: whether teachers and sampler are still right.
-        island: (number of this island, islands); None for a run by itself.
-    """
-
-    engine: Engine
-    trainer: TrainerConfig
-    rollout: RolloutConfig
-    replay: ReplayConfig
-    watch: Watch
+    engine: Engine  # the open models
+    trainer: TrainerConfig  # the recipe's ``[trainer]``
+    rollout: RolloutConfig  # its ``[rollout]``
+    replay: ReplayConfig  # its ``[replay]``
+    watch: Watch  # whether teachers and sampler are still right
+    # (number of this island, islands); None for a run by itself
     island: tuple[int, int] | None = None
 
     def collect(self, step: int, weights: Weights, clock: Clock) -> Collected:

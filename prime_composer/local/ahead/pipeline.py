@@ -34,17 +34,11 @@ STALENESS = "rollout/staleness"
 
 @dataclass(eq=False)
 class Pending:
-    """A batch that is collected before its step.
+    """A batch that is collected before its step."""
 
-    Attributes:
-        sampled_at: finished steps of the weights that sample it.
-        weights: these weights, until the batch is there.
-        collected: the batch to come.
-    """
-
-    sampled_at: int
-    weights: Weights | None
-    collected: Future[Collected]
+    sampled_at: int  # finished steps of the weights that sample it
+    weights: Weights | None  # these weights, until the batch is there
+    collected: Future[Collected]  # the batch to come
 
     @property
     def is_there(self) -> bool:
@@ -53,16 +47,7 @@ class Pending:
 
 
 class Ahead:
-    """Batches that are collected ahead of their steps.
-
-    Args:
-        steps: how many steps ahead.
-        last: the run's last step.
-        model: the student, in training.
-        sampler: follows copies of it.
-        collect: (step, weights of the sampler, clock) -> the step's batch; called in the thread.
-        stop: whether a signal asked the run to stop.
-    """
+    """Batches that are collected ahead of their steps."""
 
     def __init__(
         self,
@@ -83,15 +68,7 @@ class Ahead:
         self._thread = ThreadPoolExecutor(1, "ahead", initializer=self._begin_thread)
 
     def take(self, step: int) -> Collected:
-        """Return the batch of a step, and begin those of up to ``steps`` steps later.
-
-        Args:
-            step: the one after the last finished step, whose weights the student has.
-
-        Raises:
-            StepAbandoned: a server is away, and a signal came.
-            Exception: whatever ended the collection of this batch.
-        """
+        """Return the batch of a step, and begin those of up to ``steps`` steps later."""
         self._pending = {later: one for later, one in self._pending.items() if later >= step}
         for later in range(step, min(step + self._steps, self._last) + 1):
             if later not in self._pending:
@@ -103,19 +80,11 @@ class Ahead:
         return replace(collected, metrics=collected.metrics | staleness)
 
     def settle(self) -> None:
-        """Wait until every batch that was begun is there, or cannot be had.
-
-        Raises:
-            StepAbandoned: a server is away, and a signal came.
-        """
+        """Wait until every batch that was begun is there, or cannot be had."""
         self._wait_for(self._pending.values())
 
     def serve(self, step: int) -> None:
-        """Send the sampler the student's weights, with nothing under way.
-
-        Args:
-            step: the last finished step.
-        """
+        """Send the sampler the student's weights, with nothing under way."""
         self._send(self._weights_after(step))
 
     def stop(self) -> None:
@@ -124,12 +93,7 @@ class Ahead:
         self._thread.shutdown(cancel_futures=True)
 
     def state_dict(self, done: int, of_batch: Callable[[Collected], Any]) -> dict[int, Any]:
-        """Return what a checkpoint needs: each later batch, or the weights that are to sample it.
-
-        Args:
-            done: finished steps.
-            of_batch: a batch -> tensors and plain values.
-        """
+        """Return what a checkpoint needs: later batches, or the weights that are to sample them."""
         return {
             step: {
                 "sampled_at": one.sampled_at,
@@ -143,12 +107,7 @@ class Ahead:
     def load_state_dict(
         self, state: Mapping[int, Any], batch_of: Callable[[int, Any], Collected]
     ) -> None:
-        """Restore what ``state_dict`` returned, and begin the batches that were not there.
-
-        Args:
-            state: by step.
-            batch_of: (step, what ``of_batch`` returned) -> the batch.
-        """
+        """Restore what ``state_dict`` returned, and begin the batches that were not there."""
         stored: dict[int, Weights] = {}
         for step, one in sorted(state.items()):
             sampled_at = one["sampled_at"]

@@ -48,14 +48,6 @@ class Board:
 
     VERSION is that of the cards which the island has seen. With the same one it gets none again.
     An empty card is the one of before.
-
-    Args:
-        host: address to listen at.
-        port: 0 for any.
-        lighthouse: what the lighthouse beside it was started with; every answer has it.
-
-    Raises:
-        OSError: the port is taken.
     """
 
     def __init__(self, host: str, port: int, lighthouse: Mapping[str, float]):
@@ -132,15 +124,8 @@ def board_url(lighthouse: str) -> str:
 class Seat:
     """An island's place at the board. A thread renews its card until ``close``.
 
-    Args:
-        lighthouse: URL of the lighthouse.
-        island: number of the island.
-
     Attributes:
         settings: those of the recipe that the lighthouse was started with.
-
-    Raises:
-        ServerError: nobody answers there, or another process has this number.
     """
 
     def __init__(self, lighthouse: str, island: int):

@@ -98,12 +98,6 @@ class OuterSteps:
 
     Args:
         config: the recipe's ``[diloco]``.
-        index: number of the island.
-        lighthouse: URL of the lighthouse.
-        trained: the parameters that islands average, with the values of the last outer step.
-        save: returns the state that an island which comes back takes over.
-        load: takes such a state.
-        taken: outer steps that were taken before.
 
     Attributes:
         sgd: the outer optimizer.
@@ -184,9 +178,6 @@ class OuterSteps:
         """Count a step of this island. Every ``config.every``-th ends with the outer step.
 
         Where that fails, the weights are those of the last outer step again.
-
-        Raises:
-            OuterStepFailed: there is no quorum, or outer steps failed too often in a row.
         """
         try:
             self._inner.step()
@@ -235,11 +226,7 @@ def _transport(host: str, timeout: timedelta) -> "HTTPTransport":
 
 
 def own_address(lighthouse: str) -> str:
-    """Return the IPv4 address of this machine on the way to the lighthouse, which others reach.
-
-    Raises:
-        ValueError: the lighthouse has no IPv4 address.
-    """
+    """Return the IPv4 address of this machine on the way to the lighthouse, which others reach."""
     parts = urlsplit(lighthouse)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

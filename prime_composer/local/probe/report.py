@@ -24,14 +24,11 @@ class NotMeasured(ValueError):
 
 @dataclass
 class Attempts:
-    """Measurements that may fail, each on its own.
+    """Measurements that may fail, each on its own."""
 
-    Attributes:
-        unmeasured: reasons of those that failed or do not apply, by name.
-        wrong_answers: messages of answers that no model can have given.
-    """
-
+    # reasons of those that failed or do not apply, by name
     unmeasured: dict[str, str] = field(default_factory=dict)
+    # messages of answers that no model can have given
     wrong_answers: list[str] = field(default_factory=list)
 
     def attempt(self, name: str, measure: Callable[[], T]) -> T | None:
@@ -147,21 +144,13 @@ class HiddenByK:
 
 @dataclass(frozen=True)
 class SupportFacts:
-    """What a top K of this teacher hides, on rollouts of the student.
+    """What a top K of this teacher hides, on rollouts of the student."""
 
-    Attributes:
-        positions: rollout tokens.
-        largest_k: the largest K measured.
-        entropy: the teacher's mean entropy in nats, a lower bound unless K is the vocabulary.
-        by_k: one entry for each smaller column, and for ``largest_k``.
-        recommended_k: the smallest K that hides at most 5 % of the KL at ``largest_k``.
-    """
-
-    positions: int
-    largest_k: int
-    entropy: float
-    by_k: Sequence[HiddenByK]
-    recommended_k: int
+    positions: int  # rollout tokens
+    largest_k: int  # the largest K measured
+    entropy: float  # the teacher's mean entropy in nats, a lower bound unless K is the vocabulary
+    by_k: Sequence[HiddenByK]  # one entry for each smaller column, and for ``largest_k``
+    recommended_k: int  # the smallest K that hides at most 5 % of the KL at ``largest_k``
 
 
 @dataclass(frozen=True)
@@ -183,23 +172,14 @@ class PluginReport:
 
 @dataclass(frozen=True)
 class BruteForce:
-    """Q against a search through the teacher's texts (``cross_tokenizer.reference``).
+    """Q against a search through the teacher's texts (``cross_tokenizer.reference``)."""
 
-    Attributes:
-        positions: tokens that were compared.
-        mean: mean absolute error of their log Q, in nats.
-        largest: the largest.
-        reverse_kl: by how much the reverse KL on their supports is above that of the exact Q.
-        pruned: share of the mass that the search has not followed to its end.
-        sequences: sequences that the teacher was asked for.
-    """
-
-    positions: int
-    mean: float
-    largest: float
-    reverse_kl: float
-    pruned: float
-    sequences: int
+    positions: int  # tokens that were compared
+    mean: float  # mean absolute error of their log Q, in nats
+    largest: float  # the largest
+    reverse_kl: float  # by how much the reverse KL on their supports is above that of the exact Q
+    pruned: float  # share of the mass that the search has not followed to its end
+    sequences: int  # sequences that the teacher was asked for
 
 
 @dataclass(frozen=True)

@@ -66,25 +66,15 @@ LARGEST_HIDDEN_SHARE = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A teacher and the rollouts that it is measured on.
+    """A teacher and the rollouts that it is measured on."""
 
-    Attributes:
-        table: of the recipe.
-        facts: what recipe and backend say; the rest is added by the probe.
-        scorer: None for a policy teacher.
-        score: scores samples at a K.
-        samples: rollouts of the student.
-        share: share of the recipe's rollouts that it scores.
-        load_tokenizer: returns its tokenizer; None where the directory has none.
-    """
-
-    table: str
-    facts: ModelFacts
-    scorer: Scorer | None
-    score: Callable[[Sequence[Sample], SupportSize], list[Scores]]
-    samples: Sequence[Sample]
-    share: float
-    load_tokenizer: Callable[[], Any]
+    table: str  # of the recipe
+    facts: ModelFacts  # what recipe and backend say; the rest is added by the probe
+    scorer: Scorer | None  # None for a policy teacher
+    score: Callable[[Sequence[Sample], SupportSize], list[Scores]]  # scores samples at a K
+    samples: Sequence[Sample]  # rollouts of the student
+    share: float  # share of the recipe's rollouts that it scores
+    load_tokenizer: Callable[[], Any]  # returns its tokenizer; None where the directory has none
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -316,23 +306,15 @@ def plugin_report(
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """Student and teacher at every token of some rollouts.
+    """Student and teacher at every token of some rollouts."""
 
-    Attributes:
-        token_ids: the sampled tokens, [n].
-        endings: whether the token ends a finished rollout, [n].
-        student: log p of the sampled tokens, [n].
-        teacher: log q of the sampled tokens, [n].
-        student_support: log p of the teacher's K ids, most probable for the teacher first, [n, k].
-        teacher_support: log q of them, [n, k].
-    """
-
-    token_ids: Int[Tensor, " n"]
-    endings: Bool[Tensor, " n"]
-    student: Float[Tensor, " n"]
-    teacher: Float[Tensor, " n"]
+    token_ids: Int[Tensor, " n"]  # the sampled tokens, [n]
+    endings: Bool[Tensor, " n"]  # whether the token ends a finished rollout, [n]
+    student: Float[Tensor, " n"]  # log p of the sampled tokens, [n]
+    teacher: Float[Tensor, " n"]  # log q of the sampled tokens, [n]
+    # log p of the teacher's K ids, most probable for the teacher first, [n, k]
     student_support: Float[Tensor, "n k"]
-    teacher_support: Float[Tensor, "n k"]
+    teacher_support: Float[Tensor, "n k"]  # log q of them, [n, k]
 
 
 @torch.no_grad()

@@ -41,21 +41,13 @@ SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A rollout, what the teacher says of it, and the scores made of that.
+    """A rollout, what the teacher says of it, and the scores made of that."""
 
-    Attributes:
-        sample: the rollout with its problem.
-        plan: how it is read.
-        rows: the teacher's, as far as they were read, [rows, V_T].
-        candidates: masses of all student tokens at the positions with a score.
-        scores: of the student's tokens, at K.
-    """
-
-    sample: Sample
-    plan: Plan
-    rows: Float[Tensor, "rows vocab"]
-    candidates: Candidates
-    scores: Scores
+    sample: Sample  # the rollout with its problem
+    plan: Plan  # how it is read
+    rows: Float[Tensor, "rows vocab"]  # the teacher's, as far as they were read, [rows, V_T]
+    candidates: Candidates  # masses of all student tokens at the positions with a score
+    scores: Scores  # of the student's tokens, at K
 
     @property
     def whole(self) -> Float[Tensor, " n"]:
@@ -72,17 +64,7 @@ def pair_facts(
     k: int,
     references: int,
 ) -> TokenizerPairFacts:
-    """Return what a teacher with a tokenizer of its own says of the student's rollouts.
-
-    Args:
-        scorer: the teacher's.
-        samples: rollouts of the student.
-        student: its tokenizer.
-        teacher: the teacher's.
-        model: the student.
-        k: ids of a support.
-        references: positions that are compared with brute force.
-    """
+    """Return what a teacher with a tokenizer of its own says of the student's rollouts."""
     scorer.take_metrics()
     scored = scorer.score([sample.rollout for sample in samples], k)
     metrics = scorer.take_metrics()
@@ -115,11 +97,7 @@ def pair_facts(
 def readings_of(
     scorer: OwnTokenizerScorer, samples: Sequence[Sample], scored: Sequence[Scores]
 ) -> list[Reading]:
-    """Return what the teacher says of each rollout, in its own tokens too.
-
-    Raises:
-        NotMeasured: it has a score of none of their tokens.
-    """
+    """Return what the teacher says of each rollout, in its own tokens too."""
     pair, sums = scorer.pair, Sums(scorer.pair)
     size = scorer.scorer.limits.vocab_size or len(pair.teacher.of_id)
     rollouts = [sample.rollout for sample in samples]
@@ -175,11 +153,7 @@ def support_masses(reading: Reading, k: int) -> tuple[Tensor, Tensor]:
 def brute_force(
     scorer: OwnTokenizerScorer, readings: Sequence[Reading], model: nn.Module, count: int
 ) -> BruteForce:
-    """Compare some positions with a search through the teacher's texts (``Reference``).
-
-    Raises:
-        NotMeasured: no text of the teacher leads to one of them.
-    """
+    """Compare some positions with a search through the teacher's texts (``Reference``)."""
     places = [
         (reading, at)
         for reading in readings

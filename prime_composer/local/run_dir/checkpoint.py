@@ -54,23 +54,14 @@ class CheckpointNotSaved(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk."""
 
-    Attributes:
-        path: directory with the model in Hugging Face format, or its adapter, and the trainer's
-            state.
-        step: finished optimizer steps.
-    """
-
+    # directory with the model in Hugging Face format, or its adapter, and the trainer's state
     path: Path
-    step: int
+    step: int  # finished optimizer steps
 
     def verify(self) -> None:
-        """Check that every file is the one that was saved, and that the folder's name is right.
-
-        Raises:
-            DamagedCheckpoint: one is not.
-        """
+        """Check that every file is the one that was saved, and that the folder's name is right."""
         manifest = self.path / MANIFEST
         try:
             saved = json.loads(manifest.read_text(encoding="utf-8"))
@@ -97,11 +88,7 @@ class Checkpoint:
                 )
 
     def load(self) -> dict[str, Any]:
-        """Return the trainer's state that was passed to ``save_checkpoint``, and its "step".
-
-        Raises:
-            DamagedCheckpoint: it is that of another step.
-        """
+        """Return the trainer's state that was passed to ``save_checkpoint``, and its "step"."""
         file = self.path / TRAINER_FILE
         state = torch.load(file, map_location="cpu", weights_only=True)
         if state["step"] != self.step:
@@ -124,18 +111,6 @@ def save_checkpoint(
 
     A crash at any point leaves the older checkpoints as they were, and at most one ``.tmp``
     directory, which the next save removes. One that cannot be removed stays.
-
-    Args:
-        run_dir: the run directory.
-        step: finished optimizer steps.
-        model: the student, a transformers model, or its adapter.
-        tokenizer: its tokenizer.
-        state: the trainer's state, as tensors and plain values.
-        keep: checkpoints that remain, at least 1.
-        kept: the newest checkpoint up to each of these steps remains too.
-
-    Raises:
-        CheckpointNotSaved: the disk is full, or cannot be written.
     """
     folder = run_dir / CHECKPOINTS
     target = folder / _name(step)
@@ -244,13 +219,7 @@ def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None)
     """Check that the disk has room for the checkpoints of a run.
 
     Args:
-        run_dir: the run directory. What its checkpoints use counts as free, for they are deleted.
         size: bytes of one checkpoint.
-        count: checkpoints that are on the disk at once.
-        resumed: the step that the run continues from. Newer checkpoints are set aside and stay.
-
-    Raises:
-        NoRoom: it has not. A disk that does not say how much is free is not refused.
     """
     free = free_bytes(run_dir)
     if free is None:
@@ -279,16 +248,7 @@ def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
-    """Return a checkpoint that is as it was saved.
-
-    Args:
-        run_dir: the run directory, with at least one checkpoint.
-        step: its step; None: the newest.
-
-    Raises:
-        DamagedCheckpoint: it is damaged, or not there. The message names the newest one that is
-            whole.
-    """
+    """Return a checkpoint that is as it was saved."""
     chosen = find_checkpoint(run_dir, step)
     try:
         chosen.verify()

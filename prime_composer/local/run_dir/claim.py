@@ -154,16 +154,11 @@ class Claim:
     """A run directory that this process holds until the block ends.
 
     A new directory is removed again where an error ends the run before it wrote anything.
-
-    Attributes:
-        run_dir: the directory.
-        tables: the recipe of the run.
-        created: this process made the directory.
     """
 
-    run_dir: RunDir
-    tables: Tables
-    created: bool
+    run_dir: RunDir  # the directory
+    tables: Tables  # the recipe of the run
+    created: bool  # this process made the directory
     _lock: RunLock = field(repr=False)
 
     @property

@@ -24,14 +24,7 @@ class InUse(ValueError):
 
 
 class RunLock:
-    """A kernel lock on a run directory, which ends with its process however that dies.
-
-    Args:
-        run_dir: an existing directory.
-
-    Raises:
-        InUse: another process holds it.
-    """
+    """A kernel lock on a run directory, which ends with its process however that dies."""
 
     def __init__(self, run_dir: Path):
         self._lock = _acquired(run_dir)
@@ -50,11 +43,7 @@ class RunLock:
 
 
 def check_free(run_dir: Path) -> None:
-    """Check that no process holds a run directory. Write nothing.
-
-    Raises:
-        InUse: one does.
-    """
+    """Check that no process holds a run directory. Write nothing."""
     if os.access(run_dir / LOCK_FILE, os.W_OK):
         _acquired(run_dir).release()
 

@@ -93,11 +93,7 @@ def _value_of(tables: Tables, key: str) -> Any:
 
 
 def check_continues(run_dir: Path, now: Tables, done: int) -> str:
-    """Check that a recipe continues a run of which ``done`` steps are done, and note what differs.
-
-    Raises:
-        RecipeError: it is that of another run; the message names the keys.
-    """
+    """Check that a recipe continues a run after ``done`` steps, and note what differs."""
     before = read_recipe(run_dir)
     changed, notes = changed_keys(before, now), []
     if moved := [key for key in changed if _is_proven(key, before, now)]:

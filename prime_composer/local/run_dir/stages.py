@@ -26,17 +26,11 @@ from prime_composer.recipe.stages import FOLDER, folder_of, left_by_the_stage_be
 
 @dataclass(frozen=True)
 class Chain:
-    """The runs of a recipe's stages.
+    """The runs of a recipe's stages."""
 
-    Attributes:
-        output: the directory with their folders.
-        wishes: what the user asked for, of each stage, with the recipe's own student.
-        first: place in ``wishes`` of the stage that is run first now.
-    """
-
-    output: Path
-    wishes: Sequence[Wish]
-    first: int
+    output: Path  # the directory with their folders
+    wishes: Sequence[Wish]  # what the user asked for, of each stage, with the recipe's own student
+    first: int  # place in ``wishes`` of the stage that is run first now
 
     @property
     def left(self) -> range:
@@ -44,11 +38,7 @@ class Chain:
         return range(self.first, len(self.wishes))
 
     def wish(self, place: int) -> Wish:
-        """Return what is asked of a stage, whose student the stage before it has left.
-
-        Raises:
-            DamagedCheckpoint: that checkpoint is not what was saved.
-        """
+        """Return what is asked of a stage, whose student the stage before it has left."""
         own = replace(self.wishes[place], output_dir=str(self.output))
         if place == 0:
             return own
@@ -61,11 +51,7 @@ class Chain:
         return replace(own, recipe=recipe, resume=begun, step=step, overwrite=half_made)
 
     def delete_later(self) -> None:
-        """Delete the runs of all stages after the first, before that is begun anew.
-
-        Raises:
-            ValueError: one is in use, or is no run. Nothing was touched.
-        """
+        """Delete the runs of all stages after the first, before that is begun anew."""
         wishes = [replace(one, output_dir=str(self.output)) for one in self.wishes[1:]]
         there = [one for one in wishes if (self.output / one.folder / RECIPE_FILE).exists()]
         for wish in there:

@@ -42,9 +42,6 @@ class SoftClamp(Table):
         A loss is linear in ``loss_weights``, so that its derivative by a weight is the token's D.
         ``clamp/tokens`` is the share of the mask's tokens above the limit, ``clamp/divergence`` the
         mean of |D|, and ``clamp/removed`` what the weights take away of it, both in nats per token.
-
-        Raises:
-            ValueError: the loss does not read ``loss_weights``.
         """
         like = upcast(inputs.trainer_logprobs.detach())
         weights = torch.ones_like(like) if inputs.loss_weights is None else inputs.loss_weights

@@ -23,13 +23,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Modifier(Table):
-    """Knobs of one modifier.
+    """Knobs of one modifier."""
 
-    Attributes:
-        needs: inputs that it reads.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs: ClassVar[frozenset[str]] = frozenset()  # inputs that it reads
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the changed inputs, and the modifier's metrics."""
@@ -66,11 +62,7 @@ class SpecialTokenMask(Modifier):
         return self
 
     def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """Return the modifier with ``strings`` turned into ``ids``, by transformers or tokenizers.
-
-        Raises:
-            ValueError: a string is not exactly one token.
-        """
+        """Return the modifier with ``strings`` as ``ids``, by transformers or tokenizers."""
         ids = list(self.ids)
         for string in self.strings:
             encoded = tokenizer.encode(string, add_special_tokens=False)

@@ -18,18 +18,12 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of a pack, in order. The arrays are as long as the pack, and most rows are empty.
+    """Pairs of a pack, in order. The arrays are as long as the pack, and most rows are empty."""
 
-    Attributes:
-        complete: True where both responses have a token of the mask, [seq]. Any other pair trains
-            nothing.
-        weights: mean ``loss_weights`` of the pair's tokens, [seq].
-        lengths: tokens of the mask, chosen then rejected, [2, seq].
-    """
-
+    # True where both responses have a token of the mask, [seq]. Any other pair trains nothing.
     complete: Bool[Tensor, " seq"]
-    weights: Float[Tensor, " seq"]
-    lengths: Float[Tensor, "2 seq"]
+    weights: Float[Tensor, " seq"]  # mean ``loss_weights`` of the pair's tokens, [seq]
+    lengths: Float[Tensor, "2 seq"]  # tokens of the mask, chosen then rejected, [2, seq]
     _row: Tensor
     _side: Tensor
 

@@ -30,16 +30,7 @@ def support_divergence(
     reverse: bool = True,
     **knobs: Any,
 ) -> LossOutputs:
-    """Return sum_mask w D(p, q), on the support or over the whole vocabulary.
-
-    Args:
-        inputs: the loss's inputs.
-        config: its ``normalization`` and ``temperature`` are read.
-        divergence: D, see ``on_support``.
-        metric: name of D's token mean.
-        reverse: the direction of the KL in ``support_metrics``.
-        knobs: further arguments of the divergence.
-    """
+    """Return sum_mask w D(p, q), on the support or over the whole vocabulary."""
     mask = inputs.loss_mask
     per_token = divergence_per_token(inputs, config, divergence, mask, **knobs)
     loss = masked_sum(per_token, mask, inputs.loss_weights)
@@ -71,14 +62,6 @@ def divergence_per_token(
     /,
     **knobs: Any,
 ) -> Float[Tensor, "seq ..."]:
-    """Return D(p, q) per token, and 0 outside ``mask``.
-
-    Args:
-        inputs: the loss's inputs.
-        config: its ``normalization`` and ``temperature`` are read.
-        divergence: D, see ``on_support``.
-        mask: True at the tokens that are compared.
-        knobs: further arguments of the divergence.
-    """
+    """Return D(p, q) per token, and 0 outside ``mask``."""
     support = given(inputs.support).masked(mask).tempered(config.temperature)
     return on_support(support, divergence, config.normalization, **knobs)

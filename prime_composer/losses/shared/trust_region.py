@@ -36,15 +36,10 @@ class RewardLossConfig(LossConfig):
 
 @dataclass(frozen=True, eq=False)
 class Ratios:
-    """Trainer against sampler at each token of the mask. Elsewhere p = mu = 1.
+    """Trainer against sampler at each token of the mask. Elsewhere p = mu = 1."""
 
-    Attributes:
-        log_ratio: log rho, [seq], with the gradient.
-        probs_diff: p - mu, [seq], without a gradient.
-    """
-
-    log_ratio: Float[Tensor, " seq"]
-    probs_diff: Float[Tensor, " seq"]
+    log_ratio: Float[Tensor, " seq"]  # log rho, [seq], with the gradient
+    probs_diff: Float[Tensor, " seq"]  # p - mu, [seq], without a gradient
 
 
 def importance_ratios(inputs: LossInputs) -> Ratios:

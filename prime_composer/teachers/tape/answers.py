@@ -49,18 +49,13 @@ def ids_as_bytes(ids: Tensor | Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Question:
-    """What a teacher is asked about one rollout.
-
-    Attributes:
-        kind: in words.
-        start: position of the first scored token in what the teacher reads.
-    """
+    """What a teacher is asked about one rollout."""
 
     key: str
-    kind: str
+    kind: str  # in words
     k: int
     hidden: bool
-    start: int
+    start: int  # position of the first scored token in what the teacher reads
     rows: int
 
     @property

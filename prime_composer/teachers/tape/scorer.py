@@ -70,12 +70,7 @@ class TapedScorer:
     one without. Ids of the caller's choice are part of what is asked.
 
     Args:
-        scorer: the teacher's; None: the tape alone answers.
-        context: longest sequence of the run, where no teacher is open.
         limit: nats by which two of its answers to one request may differ.
-        is_fixed: it cannot become another one. Otherwise its answers are others' to read once it
-            has answered a known request after them as before (``mark``).
-        ends: ids that end the answers that it samples.
     """
 
     def __init__(

@@ -41,25 +41,15 @@ class TapeError(ValueError):
 
 
 class Note(NamedTuple):
-    """What an index says of an answer.
+    """What an index says of an answer."""
 
-    Attributes:
-        key: a digest of what was asked, without K and hidden states.
-        kind: in words, for ``prime-rl tape check``.
-        k: ids per row. An answer with more ids has the one with fewer in it.
-        hidden: whether it has hidden states.
-        rows: tokens that it is about.
-        size: its bytes.
-        crc: CRC-32 of these.
-    """
-
-    key: str
-    kind: str
-    k: int
-    hidden: bool
-    rows: int
-    size: int = 0
-    crc: int = 0
+    key: str  # a digest of what was asked, without K and hidden states
+    kind: str  # in words, for ``prime-rl tape check``
+    k: int  # ids per row. An answer with more ids has the one with fewer in it.
+    hidden: bool  # whether it has hidden states
+    rows: int  # tokens that it is about
+    size: int = 0  # its bytes
+    crc: int = 0  # CRC-32 of these
 
 
 class Record(NamedTuple):
@@ -176,15 +166,10 @@ class Store:
     """The answers of a folder, which other processes may add to at the same time.
 
     Args:
-        folder: is made, unless it is only read.
-        tell: shows a warning.
         limit: most bytes of all files together; None for no limit. 0: nothing is written.
 
     Attributes:
         is_unmarked: some of what was kept has no mark behind it.
-
-    Raises:
-        TapeError: the folder is only read, and there is no tape in it.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None], limit: int | None = None) -> None:
@@ -223,11 +208,7 @@ class Store:
             yield from of_key
 
     def header(self) -> dict[str, Any] | None:
-        """Return what was said of the tape when it was begun; None where it was not.
-
-        Raises:
-            TapeError: the file is none of ours.
-        """
+        """Return what was said of the tape when it was begun; None where it was not."""
         path = self.folder / HEADER_FILE
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
@@ -259,12 +240,6 @@ class Store:
         """Return the smallest answer that has what is asked for; None where there is none.
 
         One whose bytes are damaged is left out, with a warning.
-
-        Args:
-            key: of the answer.
-            k: ids per row that it needs at least.
-            hidden: it needs hidden states.
-            exact: it needs exactly k ids.
         """
         for place in self._fitting(key, k, hidden, exact):
             content = place.read()

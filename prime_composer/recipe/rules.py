@@ -32,8 +32,6 @@ def check_ahead(ahead: int, sampler: str, teachers: Mapping[str, TeacherConfig])
 
     Args:
         ahead: of ``[rollout]``.
-        sampler: its backend.
-        teachers: by table, the reference too.
     """
     if not ahead:
         return
@@ -136,9 +134,6 @@ def check_own_tokenizers(
     """Refuse what a teacher with a tokenizer of its own cannot give.
 
     Args:
-        teachers: by table.
-        loss: the recipe's.
-        mixed: a rollout may be scored by several teachers.
         has_reference: the recipe has a ``[reference]``.
         kl_support: of ``[eval]``.
     """
@@ -201,14 +196,7 @@ def check_adapter(
     reference: ReferenceConfig | None,
     merge: bool,
 ) -> None:
-    """Refuse what reads a student's adapter where it has none.
-
-    Args:
-        student: the recipe's.
-        teachers: by table.
-        reference: the recipe's.
-        merge: ``checkpoint.merge``.
-    """
+    """Refuse what reads a student's adapter where it has none."""
     lora = student.lora
     if lora is not None:
         if lora.start is not None and reference is not None and reference.start:

@@ -1,1 +1,0 @@
-"""Rules between the tables of a recipe."""

@@ -1,0 +1,7 @@
+"""What earlier versions had, and what to do instead.
+
+This file imports no other file of the package. It may go at 1.0.
+"""
+
+REMOVED: dict[str, str] = {}
+"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, without a full stop."""

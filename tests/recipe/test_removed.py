@@ -1,0 +1,21 @@
+"""Keys that earlier versions had are refused with what to do instead."""
+
+import copy
+
+import pytest
+
+from prime_composer.recipe.loading import apply_override, parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.removed import REMOVED
+from tests.conftest import TINY_RECIPE
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_removed_key_is_refused_with_what_to_do_instead(key: str) -> None:
+    """The error names the key and the remedy, and not only that nobody knows the key."""
+    raw = copy.deepcopy(TINY_RECIPE)
+    apply_override(raw, key if "=" in key else f"{key}=1")
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(raw)
+    name = key.partition("=")[2] or key
+    assert name in str(refused.value) and REMOVED[key] in str(refused.value)
