@@ -3,5 +3,7 @@
 This file imports no other file of the package. It may go at 1.0.
 """
 
-REMOVED: dict[str, str] = {}
-"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, a sentence without its full stop."""
+REMOVED: dict[str, str] = {
+    "stages": "begin another run with the checkpoint of the first one, as student.model",
+}
+"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, without the full stop."""

@@ -29,11 +29,6 @@ REFUSED = {
 }
 """What does not go together with ``[diloco]``: setting -> why, and what to do."""
 
-STAGES = (
-    "[diloco] and [[stages]]: islands would have to agree when a stage is over; run each stage as "
-    "a recipe of its own, from the student that island 0 left, or leave [diloco] out"
-)
-
 
 def island_folder(island: int) -> str:
     """Return the folder of an island within the directory of the run."""

@@ -58,8 +58,7 @@ TESTS = {
     ),
     "recipe/rollout.py": ["tests/local/test_growth.py"],
     "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
-    "recipe/watchers.py": ["tests/recipe/test_stages.py"],
-    "recipe/stages.py": ["tests/recipe/test_stages.py"],
+    "recipe/watchers.py": ["tests/recipe/test_until.py"],
     "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
     **dict.fromkeys(
         ("local/islands/island.py", "local/islands/outer.py", "local/collect.py"),
@@ -677,9 +676,6 @@ MUTANTS: dict[str, Mutant] = {
     "plateau one evaluation longer": mutant(
         "recipe/watchers.py", "UntilConfig.best",
         ("len(values) - 1 - place >= self.plateau", "len(values) - 1 - place > self.plateau"),
-    ),
-    "stages in one order of problems": mutant(
-        "recipe/stages.py", "_stage", ("SEEDS_APART * (number - 1)", "0")
     ),
     "islands: the same batch on each": mutant(
         "local/collect.py", "Collector.undivided",

@@ -14,10 +14,8 @@ from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.recipe.stages import parse_stages
 from prime_composer.trl.objective import read_loss
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.export.stages import export_stages
 from tests.command import toml
 from tests.tiny_qwen import make_model
 from tests.upstream.export_recipes import tables
@@ -31,18 +29,9 @@ SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 END = {"checks": {"collapse": {"end": 0.01}}}
 GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
 GROWING = {"rollout": {**GROWTH, "group_size": 2}}
-GROWTH_IN_STAGES = {"rollout": {"max_tokens": 64, "growth": {"start": 8, "steps": 2},
-                                "group_size": 2}}  # fmt: skip
 AHEAD = {"backend": "server", "url": "http://a:1", "ahead": 1}
 DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
-STAGES: dict[str, Any] = {
-    "stages": [{"loss": {"type": "topk_reverse_kl", "k": 4}, "steps": 3},
-               {"loss": {"type": "default"}, "steps": 2}],
-    "loss": None, "trainer": {"batch_size": 8},
-}  # fmt: skip
 BALANCED = {"loss": {**SAMPLED, "balance": {"by": "sequence"}}}
-FROM_START = {**STAGES, "reference": {"start": True},
-              "stages": [{"loss": SAMPLED, "steps": 3}, {"loss": SAMPLED, "steps": 2}]}  # fmt: skip
 LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
 BEGUN: dict[str, Any] = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
 ISLANDS: dict[str, Any] = {"diloco": {"replicas": 2}, "trainer": {"steps": 100}}
@@ -52,12 +41,6 @@ BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 def parsed(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         parse_recipe(raw)
-    return str(error.value)
-
-
-def staged(raw: dict[str, Any], folder: Path) -> str:
-    with pytest.raises(RecipeError) as error:
-        parse_stages(raw)
     return str(error.value)
 
 
@@ -71,12 +54,6 @@ def made(raw: dict[str, Any], folder: Path) -> str:
 def exported(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         export_recipe(parse_recipe(raw), "head")
-    return str(error.value)
-
-
-def exported_stages(raw: dict[str, Any], folder: Path) -> str:
-    with pytest.raises(RecipeError) as error:
-        export_stages(parse_stages(raw), "head", {}, None, "r", [folder / "1", folder / "2"])
     return str(error.value)
 
 
@@ -152,26 +129,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
                  "rollout": {"student_fraction": 0.5, "group_size": 2, "max_tokens": 8,
                              "other_source": "teacher"}},
     ),
-    "`[[stages]]`, `[loss]`": (staged, {**STAGES, "loss": SAMPLED}),
-    "`[[stages]]`, `trainer.steps`": (staged, {**STAGES, "trainer": {"steps": 3}}),
-    "`[reference]`, a stage of RL": (
-        staged, {**STAGES, "reference": {"start": True},
-                 "stages": [{"loss": SAMPLED, "steps": 3}, STAGES["stages"][1]]},
-    ),
-    "`[rollout.growth]`, a stage of RL": (staged, {**STAGES, **GROWTH_IN_STAGES}),
-    "`[[stages]]`, `[reference] start = true`, `[student.lora]`": (
-        staged, {**FROM_START, "student": {"model": "s", "lora": {}}}
-    ),
-    "`[[stages]]`, `[reference] start = true`, `reference.tape`": (
-        staged, {**FROM_START, "reference": {"start": True, "tape": "a folder"}}
-    ),
-    "`[[stages]]`, `[student.lora]`, `prime-rl export`": (exported_stages, {**STAGES, **LORA}),
-    "`[[stages]]`, `rollout.url`": (
-        staged, {**STAGES, "rollout": {"backend": "server", "url": "http://a:1", "group_size": 2}}
-    ),
-    "`[[stages]]`, `environments` by id without `rollout.renderer`": (staged, {**STAGES, **BY_ID}),
-    "`[[stages]]`, `tape make`": (made, {**STAGES, "teacher": TAPED}),
-    "`[[stages]]`, a recipe for TRL": (for_trl, STAGES),
     "`rollout.ahead`, a sampler in this process": (parsed, {"rollout": {"ahead": 1}}),
     "`rollout.ahead`, `[teacher.policy]`": (
         parsed, {"rollout": AHEAD, "teacher": {"policy": {}}}
@@ -200,7 +157,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`[diloco]`, `prime-rl export`": (exported, {"teacher": {"model": "t"}, **ISLANDS}),
     "`[diloco]`, a recipe for TRL": (for_trl, ISLANDS),
-    "`[diloco]`, `[[stages]]`": (staged, {**STAGES, "diloco": {"replicas": 2}}),
     "`[diloco]`, `[teacher.policy]` that moves": (parsed, {"teacher": {"policy": {}}, **ISLANDS}),
     "`[diloco]`, `student.quantize`": (
         parsed, {"student": {"model": "s", "quantize": {"bits": 4, "group": 32}}, **ISLANDS}
