@@ -14,8 +14,6 @@ REFUSED = {
     "rounded: leave student.quantize out, or leave [diloco] out",
     "replay": "[replay] pairs would be those of an undivided run on every island: leave the replay "
     "channel out of [loss], or leave [diloco] out",
-    "growth": "[rollout.growth] was never measured with islands, whose answers would grow at "
-    "different times after a fault: leave [rollout.growth] out, or leave [diloco] out",
     "until": "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
     "[trainer.until] out, or leave [diloco] out",
     "ahead": "rollout.ahead samples by weights that an island may have to take back: leave "

@@ -56,7 +56,6 @@ TESTS = {
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],
     ),
-    "recipe/rollout.py": ["tests/local/test_growth.py"],
     "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_until.py"],
     "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
@@ -640,7 +639,6 @@ MUTANTS: dict[str, Mutant] = {
         "local/health.py", "CollapseCheck.add",
         ("self.within[name] >= self.config.steps", "True"),
     ),
-    "cut answers have a length": mutant(COLLAPSE, "collapse_metrics", ("grows", "False")),
     "ahead: one step more": mutant(
         AHEAD, "Ahead.take", ("step + self._steps", "step + self._steps + 1")
     ),
@@ -662,12 +660,6 @@ MUTANTS: dict[str, Mutant] = {
     "ahead: resumed with the newest weights": mutant(
         AHEAD, "Ahead.load_state_dict",
         ("_X.model.load_state_dict(one['weights'])", "_X"),
-    ),
-    "growth from the second step": mutant(
-        "recipe/rollout.py", "GrowthConfig.limit", ("step - 1", "step")
-    ),
-    "growth that jumps at its end": mutant(
-        "recipe/rollout.py", "GrowthConfig.limit", ("self.steps - 1", "self.steps")
     ),
     "plateau from the last of equal values": mutant(
         "recipe/watchers.py", "UntilConfig.best",

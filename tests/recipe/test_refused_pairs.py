@@ -27,8 +27,6 @@ ALONE = {"tape": "a folder", "tape_only": True}
 SAMPLED = {"type": "sampled_reverse_kl"}
 SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 END = {"checks": {"collapse": {"end": 0.01}}}
-GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
-GROWING = {"rollout": {**GROWTH, "group_size": 2}}
 AHEAD = {"backend": "server", "url": "http://a:1", "ahead": 1}
 DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
 BALANCED = {"loss": {**SAMPLED, "balance": {"by": "sequence"}}}
@@ -108,20 +106,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`tape_only`, `prime-rl export`": (exported, {"teacher": ALONE}),
     "`tape_only`, `prime-rl probe`": (probed, {"teacher": ALONE}),
-    "`[rollout.growth]`, `[loss]` that reads rewards": (
-        parsed, {"loss": {"type": "default"}, **GROWING}
-    ),
-    '`[rollout.growth]`, `replay.source = "rollouts"`': (
-        parsed, {"loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": DPO,
-                          "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}}, **GROWING}
-    ),
-    "`[rollout.growth]`, `teacher.policy.hint` by rewards": (
-        parsed, {"teacher": {"policy": {"hint": "feedback"}}, **GROWING}
-    ),
-    "`[rollout.growth]`, `rollout.student_fraction = 0`": (
-        parsed, {"loss": {"type": "sft"}, "rollout": {**GROWTH, "student_fraction": 0.0}}
-    ),
-    "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
     "`balance`, `prime-rl export`": (exported, BALANCED),
     "`balance`, a recipe for TRL": (for_trl, BALANCED),
     "`[loss.balance]`, `distillm2`": (
@@ -166,7 +150,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
                           "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}},
                  "rollout": {"group_size": 2}, **ISLANDS}
     ),
-    "`[diloco]`, `[rollout.growth]`": (parsed, {**GROWING, **ISLANDS}),
     "`[diloco]`, `[trainer.until]`": (
         parsed, {**ISLANDS, "trainer": {"steps": 100, "until": {"metric": "eval/accuracy",
                                                                 "plateau": 2}}}
@@ -215,14 +198,14 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "type": "compose", "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}},
         "replay": {"weight": 1.0, "loss": {"type": "dpo", "repetition": {}}},
     }},
-    "growth": {"teacher": TAPED, **GROWING, "reference": {"start": True},
-               "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
-               "loss": {**SAMPLED, "repetition": {}}},
-    "ahead": {"rollout": {**AHEAD, **GROWTH, "group_size": 2},
+    "lengths": {"teacher": TAPED, "reference": {"start": True},
+                "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
+                "loss": {**SAMPLED, "repetition": {}}},
+    "ahead": {"rollout": {**AHEAD, "group_size": 2},
               "teacher": {**TAPED, "backend": "transformers"},
               "loss": {**SAMPLED, "repetition": {}}, "reference": {"start": True,
                                                                    "backend": "transformers"}},
-    "lora": {"teacher": {"base": True, "tape": "a folder"}, **LORA, **GROWING, **END,
+    "lora": {"teacher": {"base": True, "tape": "a folder"}, **LORA, **END,
              "checkpoint": {"merge": True}, "loss": {"type": "topk_reverse_kl", "k": "full",
                                                      "normalization": "full"}},
     "lora and several": {"teacher": None, **LORA,
@@ -233,7 +216,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "islands": {"teacher": ALONE, **END, **ISLANDS},
     "islands and own": {"teacher": {"model": "t", "tokenizer": "own"}, **ISLANDS},
     "islands and live": {"teacher": {"policy": {"update": "live"}}, **ISLANDS},
-    "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 
 
