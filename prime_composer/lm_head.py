@@ -78,8 +78,7 @@ def _check(
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"The hidden states have width {hidden.shape[1]} and the head's weight "
-            f"{weight.shape[1]}; "
-            "pass the [V, d] weight of the same model."
+            f"{weight.shape[1]}; pass the [V, d] weight of the same model."
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(
@@ -92,9 +91,7 @@ def _check(
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a log-probability needs one above 0.")
     if chunk < 1 or token_block < 1:
-        raise ValueError(
-            f"chunk is {chunk} and token_block is {token_block}; both need at least 1."
-        )
+        raise ValueError(f"chunk is {chunk}, token_block is {token_block}; both need at least 1.")
     if token_ids.numel():
         low, high = (int(bound) for bound in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:

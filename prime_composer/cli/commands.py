@@ -109,19 +109,15 @@ def _rl(args: argparse.Namespace) -> int:
         with stopping_at_once():
             return rl_islands(args, repeated(args))
     with ending_at_once():
-        from prime_composer.cli.runs import plan_local, plan_stages, run_local, run_stages
-        from prime_composer.local.run_dir.stages import wishes_of
-        from prime_composer.recipe.stages import load_stages
+        from prime_composer.cli.runs import plan_local, run_local
+        from prime_composer.local.run_dir.claim import Wish
+        from prime_composer.recipe.loading import load_recipe
 
     with stopping_at_once():
-        recipes, path = load_stages(args.config, args.overrides), Path(args.config)
+        recipe = load_recipe(args.config, args.overrides)
         how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
-        wishes = wishes_of(recipes, path, args.output_dir, **how)
-        if args.dry_run:
-            return plan_stages(wishes) if len(wishes) > 1 else plan_local(wishes[0])
-        if len(wishes) > 1:
-            return run_stages(wishes, repeated(args))
-        return run_local(wishes[0], repeated(args))
+        wish = Wish(recipe, Path(args.config), args.output_dir or recipe.output_dir, **how)
+        return plan_local(wish) if args.dry_run else run_local(wish, repeated(args))
 
 
 def repeated(args: argparse.Namespace) -> str:
@@ -168,14 +164,13 @@ def _rl_upstream(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     import json
 
+    from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.schema import RecipeError
-    from prime_composer.recipe.stages import load_stages
 
     try:
-        recipes = load_stages(args.config, args.overrides)
-        warn_of_paths(recipes[0])
-        tables = [recipe.model_dump(mode="json") for recipe in recipes]
-        shown = {"stages": tables} if len(tables) > 1 else tables[0]
+        recipe = load_recipe(args.config, args.overrides)
+        warn_of_paths(recipe)
+        shown = recipe.model_dump(mode="json")
     except RecipeError:
         from prime_composer.upstream.launch import check_native
 
@@ -188,9 +183,9 @@ def _check(args: argparse.Namespace) -> int:
 def _probe(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.cli.probe import run_probe
-    from prime_composer.recipe.stages import load_stages
+    from prime_composer.recipe.loading import load_recipe
 
-    return run_probe(load_stages(args.config, args.overrides), args.json, args.reference)
+    return run_probe(load_recipe(args.config, args.overrides), args.json, args.reference)
 
 
 def _teacher(args: argparse.Namespace) -> int:
@@ -207,23 +202,17 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.stages import load_stages
+    from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.urls import has_credentials, public_url
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.export import export_recipe
-    from prime_composer.upstream.export.stages import write_stages
     from prime_composer.upstream.export.toml import write_text
 
-    recipe, *later = load_stages(args.config, args.overrides)
+    recipe = load_recipe(args.config, args.overrides)
     problems = problems_to_prepare(recipe)
     folders = {} if problems is None else model_folders(recipe, problems)
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
     warn_of_paths(recipe)
-    if later:
-        source = Path(args.config)
-        return write_stages(
-            [recipe, *later], args.dialect, models, problems, source, args.output, args.force
-        )
     if recipe.output_dir is None:  # that of `rl --engine prime-rl`
         recipe = recipe.model_copy(update={"output_dir": f"outputs/{Path(args.config).stem}"})
     export = export_recipe(recipe, args.dialect, models, problems)
@@ -255,9 +244,9 @@ def warn_of_paths(recipe: "Recipe") -> None:
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.stages import load_stages
+    from prime_composer.recipe.loading import load_recipe
 
-    recipe, *_ = load_stages(args.config, args.overrides)  # whose models are those of every stage
+    recipe = load_recipe(args.config, args.overrides)
     problems = problems_to_prepare(recipe)
     if problems is None:
         print("this recipe names existing models; there is nothing to prepare")

@@ -41,34 +41,24 @@ PASSED = {"ok": True, "failed": False, "skipped": None}
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
-def run_probe(recipes: Sequence[Recipe], as_json: bool, references: int = 0) -> int:
+def run_probe(recipe: Recipe, as_json: bool, references: int = 0) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object.
 
-    Of a recipe with stages each is measured, from the recipe's student; the object then has their
-    list, ``stages``. Of a teacher with a tokenizer of its own, ``references`` positions are
-    compared with brute force.
+    Of a teacher with a tokenizer of its own, ``references`` positions are compared with brute
+    force.
 
     Progress and failed checks go to standard error, the result to standard output. The exit status
     is 1 where a check failed, those of ``rl --dry-run`` included.
     """
-    reports = []
-    for number, recipe in enumerate(recipes, 1):
-        report = _measured(recipe, references)
-        reports.append(report)
-        stage = f"stage {number} of {len(recipes)}" if len(recipes) > 1 else ""
-        if not as_json:
-            if stage:
-                print(f"{stage}, from the recipe's student:")
-            print_probe(report)
-        for finding in report.findings:
-            if finding.state == "failed":
-                where = f"{stage}: " if stage else ""
-                print(f"{program()} probe: {where}{finding.name}: {finding.text}", file=sys.stderr)
+    report = _measured(recipe, references)
+    if not as_json:
+        print_probe(report)
+    for finding in report.findings:
+        if finding.state == "failed":
+            print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
     if as_json:
-        shown = [plain(serialized(report)) for report in reports]
-        whole = {"stages": shown} if len(shown) > 1 else shown[0]
-        print(json.dumps(whole, indent=2, allow_nan=False))
-    return 0 if all(report.passed for report in reports) else 1
+        print(json.dumps(plain(serialized(report)), indent=2, allow_nan=False))
+    return 0 if report.passed else 1
 
 
 def _measured(recipe: Recipe, references: int) -> ProbeReport:

@@ -1,6 +1,5 @@
 """Print tables and draw figures of finished or running runs, from their ``metrics.jsonl``."""
 
-import itertools
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from prime_composer.local.answers import Answer, read_answers, read_signatures
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
-from prime_composer.local.tracker import is_evaluated, newest_stage, read_metrics, stage_dirs
+from prime_composer.local.tracker import is_evaluated, read_metrics
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
@@ -267,7 +266,7 @@ def print_report(runs: Sequence[str | Path]) -> None:
     print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
     for run in runs:
-        print_size(newest_stage(run))
+        print_size(Path(run))
     if len(runs) == 1:
         environments = environments_of(runs[0])
         if len(environments) > 1 and evaluated:
@@ -381,10 +380,6 @@ def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) 
     accuracy.set_ylim(0, 1.02)
     for axes in (speed, *of_counts.values()):
         axes.set_ylim(bottom=0)
-    for stages in (stage_dirs(run)[:-1] for run in runs):
-        ends = itertools.accumulate(read_metrics(stage)[-1]["step"] for stage in stages)
-        for end, axes in itertools.product(ends, figure.axes):
-            axes.axvline(end, color="grey", linestyle=":")
     if log_kl:
         reverse_kl.set_yscale("log")
     else:
@@ -455,16 +450,14 @@ def series(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
 
 
 def loss_name(run: str | Path) -> str:
-    """Return the run's loss type, from the recipe kept with it; of stages that of each."""
-    if stages := stage_dirs(run):
-        return " → ".join(map(loss_name, stages))
+    """Return the run's loss type, from the recipe kept with it."""
     loss = _table_of(run, "loss").get("type")
     return loss if isinstance(loss, str) else MISSING
 
 
 def environments_of(run: str | Path) -> dict[str, str]:
     """Return the environments of a run with their titles, from the recipe kept with it."""
-    tables = _table_of(newest_stage(run), "environments")
+    tables = _table_of(run, "environments")
     return titles_of({k: table for k, table in tables.items() if isinstance(table, dict)})
 
 

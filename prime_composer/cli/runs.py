@@ -3,7 +3,7 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from prime_composer.local.run_dir.claim import (
 )
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.run_dir.model_check import check_models
-from prime_composer.local.run_dir.stages import open_chain, remove_empty
 from prime_composer.local.sources import load_sources
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.diloco import check_island
@@ -32,42 +31,6 @@ if TYPE_CHECKING:
     from prime_composer.local.run_dir.outcome import Outcome
 
 
-def run_stages(wishes: Sequence[Wish], command: str) -> int:
-    """Run what is left of a recipe's stages as ``run_local`` runs a recipe, one after the other.
-
-    Stages are checked as by a dry run before the first of them begins. Returns the exit status of
-    the last one that ran.
-    """
-    chain = open_chain(wishes)
-    check_models(wishes[0].recipe)
-    problems = load_sources(wishes[0].recipe)  # which are those of every stage
-    for place in chain.left:
-        _plan_stage(wishes[place], problems)
-    before: Callable[[], None] | None = chain.delete_later if wishes[0].overwrite else None
-    is_new = not chain.output.exists()
-    for place in chain.left:
-        try:
-            status = _claim_and_run(chain.wish(place), problems, command, before)
-        except BaseException:
-            if is_new:
-                remove_empty(chain.output)
-            raise
-        if status:
-            return status
-        before = None
-    return 0
-
-
-def _plan_stage(wish: Wish, problems: ProblemSet) -> list[str]:
-    """Return the lines of a stage's plan. What refuses it names the stage."""
-    from prime_composer.local.run_dir.plan import plan
-
-    try:
-        return plan(wish.recipe, problems)
-    except ValueError as error:
-        raise ValueError(f"stage {wish.stage} of {wish.stages}: {error}") from error
-
-
 def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
@@ -78,47 +41,14 @@ def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
     check_island(wish.recipe.diloco, island is not None)
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    return _claim_and_run(wish, load_sources(wish.recipe), command, island=island)
-
-
-def _claim_and_run(
-    wish: Wish,
-    problems: ProblemSet,
-    command: str,
-    before: Callable[[], None] | None = None,
-    island: "Island | None" = None,
-) -> int:
-    """Run a recipe that is checked in the directory that is asked for, as ``run_local`` does.
-
-    ``before`` is called when every check of the open models has passed, before the run deletes what
-    it replaces.
-    """
+    problems = load_sources(wish.recipe)
     with claim_run_dir(wish) as claim:
-        print(f"{_stage_of(wish, claim.run_dir)}{claim.run_dir.describe()}", flush=True)
-
-        def begin() -> None:
-            if before is not None:
-                before()
-            claim.begin()
-
+        print(claim.run_dir.describe(), flush=True)
         try:
-            return _run(wish, problems, claim.run_dir, begin, command, island)
+            return _run(wish, problems, claim.run_dir, claim.begin, command, island)
         except KeyboardInterrupt:
             print(f"\n{how_to_go_on(wish, claim.path, command)}", file=sys.stderr)
             raise
-
-
-def _stage_of(wish: Wish, run_dir: RunDir) -> str:
-    """Return a line that names stage and step; "" for a recipe without stages."""
-    if not wish.stage:
-        return ""
-    step = run_dir.checkpoint.step if run_dir.checkpoint else 0
-    trainer = wish.recipe.trainer
-    return (
-        f"stage {wish.stage} of {wish.stages}, step {step}: {wish.recipe.loss.type}, "
-        f"{trainer.steps} steps, lr {trainer.lr:g}, with an optimizer and a {trainer.schedule} "
-        "schedule of its own\n"
-    )
 
 
 def _run(
@@ -154,8 +84,7 @@ def _run(
             line = line_to_resume(_named(wish, path), path, command, error.step)
             raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
     drawn = (island is None or island.evaluates) and _show(outcome, recipe)
-    # A signal during the last step of a stage ends it, and keeps the next one from its start.
-    if outcome.interrupted or (wish.stage < wish.stages and outcome.signum is not None):
+    if outcome.interrupted:
         print(f"stopped after step {outcome.steps}; {how_to_go_on(wish, path, command)}")
         return 128 + (outcome.signum or signal.SIGINT)
     names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
@@ -195,23 +124,17 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
 
 def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
     """Say what of a stopped run is saved, and how it continues."""
-    checkpoints, of_stage = list_checkpoints(run_dir), ""
-    if wish.stage:
-        of_stage = f" of stage {wish.stage}"
-    if checkpoints:
+    if checkpoints := list_checkpoints(run_dir):
         step = checkpoints[-1].step
         line = line_to_resume(_named(wish, run_dir), run_dir, command, step)
-        return f"step {step}{of_stage} is saved; continue with\n    {line}"
-    if wish.stage > 1:
-        line = f"{command} {shlex.join(['--output-dir', str(run_dir.parent), '--resume'])}"
-        return f"stage {wish.stage - 1} is saved; continue with\n    {line}"
+        return f"step {step} is saved; continue with\n    {line}"
     return "nothing is saved yet; the same command starts over"
 
 
 def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
     """Return the command line that continues a run from one of its checkpoints, to be pasted.
 
-    ``named`` is the directory that it names, ``run_dir`` or the one of all stages.
+    ``named`` is the directory that it names, ``run_dir`` or the one of all islands.
     """
     newest = list_checkpoints(run_dir)[-1].step
     words = ["--output-dir", str(named), "--resume"]
@@ -220,7 +143,7 @@ def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
 
 
 def _named(wish: Wish, run_dir: Path) -> Path:
-    """Return the directory that a user names: that of all stages or islands, where it has them."""
+    """Return the directory that a user names: that of all islands, where it has them."""
     return run_dir.parent if wish.folder else run_dir
 
 
@@ -235,24 +158,5 @@ def plan_local(wish: Wish) -> int:
     run_dir = choose_run_dir(wish)
     for line in (run_dir.describe(), *plan(wish.recipe, problems)):
         print(line)
-    print("dry run: nothing was run, nothing was written")
-    return 0
-
-
-def plan_stages(wishes: Sequence[Wish]) -> int:
-    """Check and print of all stages what ``plan_local`` does of a recipe."""
-    chain = open_chain(wishes)
-    problems = load_sources(wishes[0].recipe)
-    print(f"run directory: {chain.output}, with a folder for each of {len(wishes)} stages")
-    if chain.first:
-        print(f"stage {chain.first + 1} of {len(wishes)} is under way")
-    for place, wish in enumerate(wishes):
-        trainer = wish.recipe.trainer
-        run_dir = choose_run_dir(chain.wish(place)) if place == chain.first else RunDir(Path())
-        print(f"\n{_stage_of(wish, run_dir)}", end="")
-        if place:
-            print(f"starts from the student of stage {place}; trainer.seed is {trainer.seed}")
-        for line in _plan_stage(wish, problems):
-            print(line)
     print("dry run: nothing was run, nothing was written")
     return 0

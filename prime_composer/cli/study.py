@@ -19,7 +19,6 @@ from prime_composer.cli.program import program
 from prime_composer.cli.study_file import Run, StudyConfig, is_finished, load_study
 from prime_composer.cli.study_report import in_short, write_report
 from prime_composer.local.run_dir.claim import Wish, choose_run_dir, claim_run_dir
-from prime_composer.local.run_dir.stages import open_chain, wishes_of
 from prime_composer.local.signals import Stopped
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import RecipeError
@@ -45,12 +44,6 @@ def plan_study(
             print(f"{run.name}: finished, kept")
             continue
         left.append(run)
-        if run.stages:
-            chain = open_chain(wishes_of_stages(run, overwrite))
-            of_stages = [stage.trainer for stage in run.stages[chain.first :]]
-            rollouts += sum(trainer.steps * trainer.batch_size for trainer in of_stages)
-            print(f"{run.name}: runs, stages {chain.first + 1} to {len(run.stages)}")
-            continue
         run_dir = choose_run_dir(wish_of(run, overwrite))
         checkpoint = run_dir.checkpoint
         steps = run.recipe.trainer.steps - (checkpoint.step if checkpoint else 0)
@@ -127,12 +120,6 @@ def wishes_of_islands(run: Run, overwrite: bool) -> list[Wish]:
     return [replace(wish, island=index) for index in range(diloco.replicas)]
 
 
-def wishes_of_stages(run: Run, overwrite: bool) -> list[Wish]:
-    """Return ``wish_of`` for each stage of a run that has stages."""
-    how = {"resume": not overwrite and run.has_begun, "overwrite": overwrite}
-    return wishes_of(run.stages, run.base, str(run.run_dir), **how)
-
-
 def check_variants(runs: Sequence[Run]) -> list[str]:
     """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings."""
     from prime_composer.local.run_dir.plan import plan
@@ -143,11 +130,7 @@ def check_variants(runs: Sequence[Run]) -> list[str]:
         first.setdefault(run.variant, run)
     for run in first.values():
         try:
-            lines = [
-                line
-                for recipe in run.stages or [run.recipe]
-                for line in plan(recipe, load_sources(recipe))
-            ]
+            lines = plan(run.recipe, load_sources(run.recipe))
         except ValueError as error:
             raise RecipeError(f"{run.name}: {error}") from error
         warnings |= dict.fromkeys(line for line in lines if line.startswith("warning:"))
@@ -157,16 +140,11 @@ def check_variants(runs: Sequence[Run]) -> list[str]:
 def delete(runs: Sequence[Run]) -> None:
     """Delete what earlier runs of the study left, once every check of all of them has passed."""
     there = [run for run in runs if run.run_dir.exists()]
-    wishes = [
-        wish for run in there if not run.stages for wish in wishes_of_islands(run, overwrite=True)
-    ]
-    chains = [open_chain(wishes_of_stages(run, overwrite=True)) for run in there if run.stages]
+    wishes = [wish for run in there for wish in wishes_of_islands(run, overwrite=True)]
     for wish in wishes:
         choose_run_dir(wish)
     check_variants(runs)
-    for chain in chains:
-        chain.delete_later()
-    for wish in (*wishes, *(chain.wish(0) for chain in chains)):
+    for wish in wishes:
         with claim_run_dir(wish) as claim:
             claim.begin()
     for run in runs:

@@ -17,12 +17,10 @@ from prime_composer.local.run_dir.recipe_file import (
     differing_keys,
     read_recipe,
 )
-from prime_composer.local.run_dir.stages import last_step
-from prime_composer.local.tracker import METRICS_FILE, read_metrics
+from prime_composer.local.tracker import METRICS_FILE, past_evaluations, read_metrics
 from prime_composer.recipe.diloco import island_folder
-from prime_composer.recipe.loading import parse_tables, read_tables
-from prime_composer.recipe.schema import Recipe, RecipeError, TrainerConfig
-from prime_composer.recipe.stages import folder_of, load_stages
+from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
+from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tables import Table
 
 BUDGET = re.compile(r"trainer\.(steps|batch_size)")
@@ -115,9 +113,6 @@ class StudyConfig(Table):
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
-STARTS = ("student.model", "student.prepare")
-"""Keys that differ from a stage's recipe in its run: it begins with another stage's checkpoint."""
-
 EVALUATED = "eval/truncated"
 """Metric of every evaluation."""
 
@@ -132,9 +127,6 @@ class Run:
     overrides: tuple[str, ...]  # the same as ``--set`` items
     base: Path  # the recipe file
     run_dir: Path  # where the run goes
-    # the recipe of each stage, where it has stages. Then ``recipe`` is the last one's, with the
-    # steps of all.
-    stages: Sequence[Recipe] = ()
 
     @property
     def name(self) -> str:
@@ -142,20 +134,13 @@ class Run:
 
     @property
     def first(self) -> Path:
-        """The directory of the run, of its first stage, or of island 0, which evaluates."""
-        if self.recipe.diloco is not None:
-            return self.run_dir / island_folder(0)
-        return self.run_dir / (folder_of(1) if self.stages else "")
+        """The directory of the run, or of island 0, which evaluates."""
+        return self.run_dir / ("" if self.recipe.diloco is None else island_folder(0))
 
     @property
     def has_begun(self) -> bool:
-        """Whether the run, or its first stage, has a checkpoint to continue from."""
+        """Whether the run has a checkpoint to continue from."""
         return bool(list_checkpoints(self.first))
-
-    @property
-    def measured(self) -> Path:
-        """The directory that has the metrics of all stages, or of the islands."""
-        return self.run_dir if self.stages else self.first
 
     @property
     def log(self) -> Path:
@@ -187,17 +172,11 @@ def load_study(
         for variant, items in study.items_of.items():
             overrides = (*study.overrides, *items, *changes, f"trainer.seed={seed}")
             try:
-                stages = load_stages(base, overrides)
+                recipe = load_recipe(base, overrides)
             except RecipeError as error:
                 raise RecipeError(f"{path}: variants.{variant}: {error}") from None
             run_dir = folder / f"{variant}-seed{seed}"
-            recipe = stages[-1]
-            if len(stages) > 1:
-                steps = sum(stage.trainer.steps for stage in stages)
-                trainer = recipe.trainer.model_copy(update={"steps": steps})
-                recipe = recipe.model_copy(update={"trainer": trainer})
-            of_stages = stages if len(stages) > 1 else ()
-            runs.append(Run(variant, seed, recipe, overrides, base, run_dir, of_stages))
+            runs.append(Run(variant, seed, recipe, overrides, base, run_dir))
     _check_same_budget(runs[: len(study.items_of)], path, study.same_budget)
     return study, runs
 
@@ -221,31 +200,20 @@ def is_finished(run: Run) -> bool:
 
     A run that holds nothing out evaluates nothing, as its step 0 shows.
     """
-    if run.stages:
-        return all(
-            _is_finished(
-                run.run_dir / folder_of(number),
-                stage.model_dump(mode="json"),
-                stage.trainer,
-                is_later=number > 1,
-            )
-            for number, stage in enumerate(run.stages, 1)
-        )
-    return _is_finished(run.first, run.tables, run.recipe.trainer)
-
-
-def _is_finished(
-    run_dir: Path, tables: Tables, trainer: TrainerConfig, is_later: bool = False
-) -> bool:
-    """Return ``is_finished`` of a run; ``is_later`` of one whose student another stage left."""
+    run_dir = run.first
     if not (run_dir / RECIPE_FILE).exists():
         return False
-    changed = differing_keys(read_recipe(run_dir), tables)
-    if changed := [key for key in changed if not (is_later and key in STARTS)]:
+    if changed := differing_keys(read_recipe(run_dir), run.tables):
         raise RecipeError(
             f"{run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
             "touched. Name another --output-dir, or replace the study's runs with --overwrite"
         )
     if not (run_dir / METRICS_FILE).exists():
         return False
-    return last_step(read_metrics(run_dir), trainer) is not None
+    records, trainer = read_metrics(run_dir), run.recipe.trainer
+    evaluations, steps = past_evaluations(records), {record["step"] for record in records}
+    last = trainer.steps
+    if trainer.until is not None and trainer.until.best(evaluations) is not None:
+        last = max(evaluations)
+    evaluates_nothing = 0 in steps and 0 not in evaluations
+    return last in steps and (last in evaluations or evaluates_nothing)

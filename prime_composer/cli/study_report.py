@@ -68,7 +68,7 @@ def in_short(run: Run) -> str:
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
     """Read (step, value) of each measurement of a run, by the names of ``QUANTITIES``."""
-    records = read_metrics(run.measured)
+    records = read_metrics(run.first)
     return {
         name: [
             (record["step"], record[key])
@@ -84,7 +84,7 @@ def sampled(run: Run) -> dict[str, dict[str, float]]:
     """Read what the run's last evaluation measured: temperature, as it is written there -> name of
     the score, or "self_bleu" -> value."""
     values: dict[str, dict[str, float]] = {}
-    evaluated = [record for record in read_metrics(run.measured) if EVALUATED in record]
+    evaluated = [record for record in read_metrics(run.first) if EVALUATED in record]
     for key, value in evaluated[-1].items() if evaluated else ():
         found = re.fullmatch(r"eval/(\w+)/T=(.+)", key)
         if found and found[1] in (*SCORES, SELF_BLEU):
@@ -100,7 +100,7 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> Results:
         finished = [run for run in repeats if is_finished(run)]
         by_seed = {str(run.seed): measured(run) for run in finished}
         by_temperature = [sampled(run) for run in finished]
-        start = read_metrics(finished[0].measured)[0] if finished else {}
+        start = read_metrics(finished[0].first)[0] if finished else {}
         variants[variant] = {
             "overrides": list(items),
             "loss": repeats[0].tables["loss"],

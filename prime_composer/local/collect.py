@@ -97,12 +97,9 @@ class Collector:
 
     def sample(self, problems: Sequence[Problem], step: int) -> "Sampled":
         """Sample answers to the problems, and play tasks of environments by id."""
-        rollout = self.rollout.at_step(step)
-        if rollout.growth is not None:
-            self.metrics["rollout/max_tokens"] = float(rollout.max_tokens)
         with self.clock.phase("sample"):
             order = self.undivided(step)
-            return sample_step(self.engine, rollout, problems, self.trainer.seed, order)
+            return sample_step(self.engine, self.rollout, problems, self.trainer.seed, order)
 
     def grade(self, sampled: "Sampled") -> list[Sample]:
         """Return the rollouts with text, reward and advantage."""
@@ -113,8 +110,7 @@ class Collector:
                 *sampled.played.samples,
             ]
             self.metrics |= rollout_metrics(samples, problem_set) | sampled.played.metrics
-            limit = self.metrics.get("rollout/max_tokens", self.rollout.max_tokens)
-            self.metrics |= collapse_metrics(samples, limit < self.rollout.max_tokens)
+            self.metrics |= collapse_metrics(samples)
         if any(source.metric == "math_verify" for source in problem_set.sources.values()):
             self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
         return samples

@@ -1,7 +1,6 @@
 """Log metrics to ``metrics.jsonl``, and to TensorBoard and W&B where the recipe enables them."""
 
 import importlib
-import itertools
 import json
 import math
 import os
@@ -13,7 +12,6 @@ from prime_composer.backends.errors import naming
 from prime_composer.local.run_dir.disk import describe, replace_text
 from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.schema import LoggingConfig
-from prime_composer.recipe.stages import folder_of
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_run_id.txt"
@@ -182,40 +180,13 @@ def import_wandb() -> Any:
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return every record of a run, in order. A last line cut short by a crash is left out.
 
-    Any other line that is no record is refused. Of a directory of stages these are the records of
-    all of them. Steps count on over the stages, and what a stage measures before its first step
-    belongs to the last step before it.
+    Any other line that is no record is refused.
     """
     path = Path(run_dir) / METRICS_FILE
     try:
         return parse_records(path)
     except (FileNotFoundError, NotADirectoryError):
-        if stages := stage_dirs(run_dir):
-            return _in_a_row([parse_records(stage / METRICS_FILE) for stage in stages])
         raise ValueError(f"{run_dir}: no {METRICS_FILE} there; is it a run directory?") from None
-
-
-def stage_dirs(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the directories of the stages that began in a run's, in order; none without stages."""
-    folders = (Path(run_dir) / folder_of(number) for number in itertools.count(1))
-    return [*itertools.takewhile(lambda folder: (folder / METRICS_FILE).is_file(), folders)]
-
-
-def newest_stage(run_dir: str | os.PathLike[str]) -> Path:
-    """Return the directory of a run's newest stage, its own where it has no stages."""
-    return [Path(run_dir), *stage_dirs(run_dir)][-1]
-
-
-def _in_a_row(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    for own in stages:
-        before = records[-1]["step"] if records else 0
-        for record in own:
-            if records and record["step"] == 0:
-                records[-1] = record | records[-1]
-            else:
-                records.append({**record, "step": before + record["step"]})
-    return records
 
 
 def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:

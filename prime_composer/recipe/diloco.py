@@ -13,8 +13,6 @@ REFUSED = {
     "rounded: leave student.quantize out, or leave [diloco] out",
     "replay": "[replay] pairs would be those of an undivided run on every island: leave the replay "
     "channel out of [loss], or leave [diloco] out",
-    "growth": "[rollout.growth] was never measured with islands, whose answers would grow at "
-    "different times after a fault: leave [rollout.growth] out, or leave [diloco] out",
     "until": "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
     "[trainer.until] out, or leave [diloco] out",
     "ahead": "rollout.ahead samples by weights that an island may have to take back: leave "
@@ -27,11 +25,6 @@ REFUSED = {
     "would have none in common: set checkpoint.keep to at least 2",
 }
 """What does not go together with ``[diloco]``: setting -> why, and what to do."""
-
-STAGES = (
-    "[diloco] and [[stages]]: islands would have to agree when a stage is over; run each stage as "
-    "a recipe of its own, from the student that island 0 left, or leave [diloco] out"
-)
 
 
 def island_folder(island: int) -> str:

@@ -42,12 +42,6 @@ REMEDIES = {
 }
 """What to do, by the type of a pydantic error."""
 
-SEVERAL_RUNS = (
-    "[[stages]] are several runs, and this takes one. prime-rl rl --engine local and prime-rl "
-    "study run them, and prime-rl export writes a file for each. Here write a stage as a recipe of "
-    "its own, with its loss as [loss] and its steps in [trainer]"
-)
-
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """Read and validate a recipe.
@@ -95,8 +89,6 @@ def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[s
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
     """Validate a recipe given as nested tables. One ``RecipeError`` names every problem."""
-    if "stages" in raw:
-        raise RecipeError(f"{source}: {SEVERAL_RUNS}")
     return parse_tables(Recipe, raw, source)
 
 
@@ -161,8 +153,6 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     """Set ``section.key=value`` in nested tables, in place.
 
     A model has one origin: ``student.model=DIR`` replaces the recipe's ``[student.prepare]``.
-    Stages count from 1: ``stages.1.steps=50``. All of them, ``stages=[...]``, replace the recipe's
-    ``[loss]`` and its number of steps.
 
     Raises:
         RecipeError: the item is not of that form, or a section of it is a value.
@@ -180,10 +170,8 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         value = text.strip()
     except (RecursionError, ValueError):
         raise RecipeError(f"{shown}: too deeply nested, or a number of too many digits") from None
-    table, sections = raw, names[:-1]
-    if names[0] == "stages" and sections:
-        table, sections = _stage_of(raw, names[1:], shown), sections[2:]
-    for name in sections:
+    table = raw
+    for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise RecipeError(
@@ -192,29 +180,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     if names[0] in ("student", "teacher", "teachers", "reference") and names[-1] == "model":
         for origin in ("prepare", "policy", "start"):
             table.pop(origin, None)
-    if names == ["stages"]:
-        raw.pop("loss", None)
-        if isinstance(trainer := raw.get("trainer"), dict):
-            trainer.pop("steps", None)
-            trainer.pop("until", None)
     table[names[-1]] = value
-
-
-def _stage_of(raw: dict[str, Any], names: Sequence[str], shown: str) -> dict[str, Any]:
-    """Return the table of the stage whose number comes first in ``names``."""
-    found = raw.get("stages")
-    stages = found if isinstance(found, list) else []
-    if not (count := len(stages)):
-        raise RecipeError(f"{shown}: the recipe has no [[stages]]; set trainer.steps or loss.type")
-    if names[0] not in map(str, range(1, count + 1)) or len(names) < 2:
-        raise RecipeError(
-            f"{shown}: stages count from 1, and the recipe has {count}: write stages.1.KEY to "
-            f"stages.{count}.KEY"
-        )
-    stage = stages[int(names[0]) - 1]
-    if not isinstance(stage, dict):
-        raise RecipeError(f"{shown}: stages.{names[0]} is a value in the recipe, not a table")
-    return stage
 
 
 def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:

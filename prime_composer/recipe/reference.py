@@ -23,7 +23,6 @@ from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
 from prime_composer.losses.table import between_markers, generate, page_parser
 from prime_composer.recipe.carried import mark_of, models_in
 from prime_composer.recipe.schema import Recipe
-from prime_composer.recipe.stages import StageConfig
 
 BEGIN = "<!-- reference: begin, from python -m prime_composer.recipe.reference --write FILE -->"
 END = "<!-- reference: end -->"
@@ -55,7 +54,6 @@ def reference() -> str:
         names = [name for name, other in tables if other is model]
         title = ", ".join(f"`[{name}]`" for name in names)
         sections.append(_section(title, model, *_own_fields(model, tables)))
-    sections.append(_section("`[[stages]]`", StageConfig, dict(StageConfig.model_fields)))
     sections += _loss_sections()
     return "\n\n".join(sections) + "\n"
 

@@ -10,7 +10,7 @@ from prime_composer.recipe.backends import TIMEOUT, WAIT, SamplerName, backend_o
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
-from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS, Table
+from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
 USUAL_CONTEXT = 2048
 """Context of a recipe that sets none and needs no more."""
@@ -20,34 +20,6 @@ MOST_AHEAD = 8
 """Largest ``rollout.ahead``: what prime-rl allows by default."""
 
 NO_ENDS = not_carried("prime-rl's renderer ends an answer where its chat template does")
-
-ONE_LIMIT = not_carried("prime-rl has one max_completion_tokens for all steps of a run")
-
-
-class GrowthConfig(Table):
-    """Short to long: answers that are sampled in early steps are cut early.
-
-    A cut answer trains as it is. Evaluations, context and the data's solutions have
-    ``rollout.max_tokens`` in every step.
-
-    Source: ShortOPD, https://arxiv.org/abs/2607.13124. Left out: its budget follows the lengths up
-    to repetitions that the teacher confirms.
-    """
-
-    start: int = Field(ge=1, le=LONGEST_CONTEXT, json_schema_extra=ONE_LIMIT)
-    """Tokens of an answer in the first step, at most; fewer than rollout.max_tokens."""
-
-    steps: int = Field(ge=2, le=MOST_STEPS, json_schema_extra=ONE_LIMIT)
-    """Training steps until rollout.max_tokens, at most trainer.steps. Up to then step t = 1, 2, ..
-    samples at most start + floor((rollout.max_tokens - start) * (t - 1) / (steps - 1)) tokens for
-    an answer, or for a turn of an environment by id."""
-
-    def limit(self, step: int, largest: int) -> int:
-        """Return the largest number of tokens in a step, from 1 on; at the end ``largest``."""
-        if step >= self.steps:
-            return largest
-        return self.start + (largest - self.start) * (step - 1) // (self.steps - 1)
-
 
 End = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 """Type of a token that ends an answer: its id, or its text."""
@@ -105,9 +77,6 @@ class RolloutConfig(Table):
     generation_config.json, config.json and tokenizer, what its chat template writes after an
     answer, and where the teachers have its tokens those of the teachers. The first one ends the
     data's answers where no chat template does."""
-
-    growth: GrowthConfig | None = Field(default=None, json_schema_extra=ONE_LIMIT)
-    """Begin with fewer tokens than ``max_tokens``, and raise them step by step."""
 
     ahead: int = Field(default=0, ge=0, le=MOST_AHEAD, json_schema_extra=CARRIED)
     """Steps that a batch is sampled and scored ahead of the one that trains on it, while the steps
@@ -168,12 +137,6 @@ class RolloutConfig(Table):
         """Return the table with the context of a run."""
         return self.model_copy(update={"max_model_len": context})
 
-    def at_step(self, step: int) -> "RolloutConfig":
-        """Return the table with the token budget of a step. Steps count from 1."""
-        if self.growth is None:
-            return self
-        return self.model_copy(update={"max_tokens": self.growth.limit(step, self.max_tokens)})
-
     @property
     def teacher_samples(self) -> bool:
         """Whether the teacher samples the sequences that the student does not."""
@@ -217,35 +180,4 @@ def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:
         raise ValueError(
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len = {rollout.max_model_len}"
-        )
-
-
-def check_growth(rollout: RolloutConfig, steps: int, reader: str | None) -> None:
-    """Refuse a budget that does not grow, or whose cuts would be a student's mistakes.
-
-    ``reader`` is the setting that reads rewards; None where nothing does.
-    """
-    growth = rollout.growth
-    if growth is None:
-        return
-    if growth.start >= rollout.max_tokens:
-        raise ValueError(
-            f"rollout.growth.start = {growth.start} is not below rollout.max_tokens = "
-            f"{rollout.max_tokens}: lower it, or leave [rollout.growth] out"
-        )
-    if growth.steps > steps:
-        raise ValueError(
-            f"rollout.growth.steps = {growth.steps} is more than trainer.steps = {steps}, and no "
-            "step would have rollout.max_tokens: lower it"
-        )
-    if rollout.student_fraction == 0 and not rollout.teacher_samples:
-        raise ValueError(
-            "[rollout.growth] with rollout.student_fraction = 0: every answer is the data's, whose "
-            "length stays; leave [rollout.growth] out, or set rollout.other_source = 'teacher'"
-        )
-    if reader is not None:
-        raise ValueError(
-            f"[rollout.growth] and {reader}: rewards are read, and an answer that the growing "
-            "limit cuts counts as wrong, from which the student would learn to be short. Leave "
-            "[rollout.growth] out, or use a loss and a teacher that read no rewards"
         )

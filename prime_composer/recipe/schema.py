@@ -32,7 +32,7 @@ from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
 from prime_composer.recipe.rollout import ReplayConfig as ReplayConfig
-from prime_composer.recipe.rollout import RolloutConfig, check_growth, check_sizes
+from prime_composer.recipe.rollout import RolloutConfig, check_sizes
 from prime_composer.recipe.rules import (
     check_adapter,
     check_ahead,
@@ -421,7 +421,6 @@ class Recipe(Table):
             check_hint(self.policy_teacher, self.rollout.group_size, self.loss)
         check_sizes(self.rollout, self.trainer.batch_size)
         steps, has_kl = self.trainer.steps, self.asks_teacher and self.policy_teacher is None
-        check_growth(self.rollout, steps, self._reader_of_rewards)
         measured = comparable_metrics(self.sources, self.eval, has_kl)
         check_until(self.trainer.until, self.eval, steps, measured)
         return self
@@ -436,7 +435,6 @@ class Recipe(Table):
             moving_teacher=policy is not None and policy.update != "live",
             quantize=self.student.quantize is not None,
             replay=self.loss.reads_pairs,
-            growth=self.rollout.growth is not None,
             until=self.trainer.until is not None,
             ahead=self.rollout.ahead > 0,
             lora=self.student.lora is not None,

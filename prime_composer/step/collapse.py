@@ -21,7 +21,7 @@ SHORTEST = min(max(LIMITS.tokens, LIMITS.copies * p) - p for p in range(1, LIMIT
 """Fewest tokens after the first copy of a repetition."""
 
 
-def collapse_metrics(samples: Sequence[Sample], grows: bool = False) -> dict[str, float]:
+def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the numbers of sampled rollouts, before they are scored.
 
     - ``rollout/repeated``: share of the samples that end in a repetition, by the measure of
@@ -31,11 +31,6 @@ def collapse_metrics(samples: Sequence[Sample], grows: bool = False) -> dict[str
       policy that samples, at its temperature and top-p.
     - ``rollout/student_truncated``: share of the rollouts that are cut.
     - ``rollout/student_tokens``: mean length of a rollout.
-
-    Args:
-        samples: of a step.
-        grows: ``[rollout.growth]`` cuts the rollouts early. Cuts and lengths then say nothing of
-            the student, and are absent.
     """
     sampled = [sample for sample in samples if is_own(sample)]
     if not sampled:
@@ -45,14 +40,10 @@ def collapse_metrics(samples: Sequence[Sample], grows: bool = False) -> dict[str
     masks = torch.cat([rollout.loss_mask for rollout in own])
     log_mu = torch.cat([rollout.inference_logprobs for rollout in own])[masks]
     repeated = [count for count in map(repeated_tokens, own) if count]
-    ends = {
+    return {
         "rollout/repeated": len(repeated) / len(own),
         "rollout/repeated_tokens": sum(repeated) / len(log_mu),
         "rollout/entropy": -float(log_mu.mean()),
-    }
-    if grows:
-        return ends
-    return ends | {
         "rollout/student_truncated": sum(one.finish_reason == "length" for one in firsts)
         / len(firsts),
         "rollout/student_tokens": len(log_mu) / len(firsts),

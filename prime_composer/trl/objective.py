@@ -96,14 +96,13 @@ def _loss_of_recipe(path: str | os.PathLike[str]) -> LossConfig:
         "[reference]": recipe.reference is not None,
         "rollout.student_fraction": recipe.rollout.student_fraction != 1,
         "rollout.ahead": recipe.rollout.ahead > 0,
-        "[rollout.growth]": recipe.rollout.growth is not None,
         "[diloco]": recipe.diloco is not None,
     }
     for key, is_set in extra.items():
         if is_set:
             raise RecipeError(
                 f"{os.fspath(path)}: {key} is a part of this objective, and {PROVIDER} has one "
-                "teacher, and the student's own samples, of its current weights and all of one "
-                "largest length. Run the recipe with prime-rl rl, or pass its [loss] table alone."
+                "teacher, and the student's own samples, of its current weights. Run the recipe "
+                "with prime-rl rl, or pass its [loss] table alone."
             )
     return recipe.loss

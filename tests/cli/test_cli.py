@@ -130,7 +130,7 @@ def test_a_run_loads_recipe_data_and_models_once(
     """One command loads the recipe, the data and the models once, and passes them on."""
     from prime_composer.cli import runs
     from prime_composer.local import sources
-    from prime_composer.recipe import stages as recipes
+    from prime_composer.recipe import loading as recipes
 
     calls: list[str] = []
 

@@ -56,24 +56,6 @@ def test_tables_hold_every_part_and_progress_goes_to_stderr(cli: Cli, tiny_recip
     assert sorted(path.name for path in Path().iterdir()) == ["tiny.toml"]
 
 
-def test_each_stage_is_probed_from_the_recipes_student(cli: Cli, tiny_recipe: Raw) -> None:
-    """The first reads K = 8 and the second K = 4; one object has both, and both fail by name."""
-    raw = tiny_recipe()
-    del raw["loss"], raw["trainer"]["steps"]
-    first = {"loss": {"type": "topk_reverse_kl", "k": 8}, "steps": 4}
-    raw["stages"] = [first, {"loss": {"type": "topk_forward_kl", "k": 4}, "steps": 3}]
-    done = cli(raw, "--json")
-    assert done.returncode == 0, done.stderr
-    stages = json.loads(done.stdout)["stages"]
-    assert [stage["passed"] for stage in stages] == [True, True]
-    facts, again = (stage["student"]["facts"] for stage in stages)
-    assert facts == again
-    done = cli(raw, "--set", "rollout.max_model_len=12")
-    assert done.returncode == 1
-    assert "stage 2 of 2, from the recipe's student:" in done.stdout
-    assert [f"probe: stage {n} of 2: " in done.stderr for n in (1, 2)] == [True, True]
-
-
 def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
     done = cli(tiny_recipe(), "--json", "--set", "loss.k=5")
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """Studies: what a study file may contain, how runs are kept and compared, the shipped files."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -279,6 +278,19 @@ def test_study_without_held_out_problems_is_finished(
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     assert main(["study", str(tiny), "--dry-run"]) == 0
     assert "1 of 2 runs are left" in capsys.readouterr().out
+
+
+def test_run_that_ended_by_its_plateau_is_finished(
+    study_file: WriteStudy, in_one_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The share of cut answers stays 1 from step 0 on, so that each run of 4 steps has 2."""
+    until = 'trainer.until={metric = "eval/truncated", plateau = 1}'
+    path = study_file(seeds=[0], overrides=["student.prepare.sft_steps=1", until])
+    assert main(["study", str(path)]) == 0
+    capsys.readouterr()
+    assert records_of(Path("outputs/compared/tail-seed0"))[-1]["step"] == 2
+    assert main(["study", str(path), "--dry-run"]) == 0
+    assert "0 of 2 runs are left" in capsys.readouterr().out
 
 
 def test_dry_run_says_what_is_left_and_writes_nothing(
@@ -594,37 +606,3 @@ def test_table_has_the_start_of_each_teacher() -> None:
         "Before training, a-1 and those like it: accuracy 25.0% (the teacher 50.0%).",
         "Before training, b-1 and those like it: accuracy 25.0% (the teacher 75.0%).",
     ]
-
-
-def stages(second: int = 2) -> list[str]:
-    """Return the items of a variant with stages of 2 and of ``second`` steps."""
-    first = '{loss = {type = "topk_reverse_kl", k = 4}, steps = 2}'
-    return [f'stages=[{first}, {{loss = {{type = "sampled_reverse_kl"}}, steps = {second}}}]']
-
-
-def test_study_runs_stages_as_one_variant(
-    study_file: WriteStudy, in_one_process: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Steps count on over the stages: what is compared is measured after 0, 2 and 4 of them."""
-    path = study_file(variants={"staged": stages(), "tail": ["loss.k=4"]}, seeds=[0])
-    assert main(["study", str(path), "--dry-run"]) == 0
-    assert "staged-seed0: runs, stages 1 to 2\n" in capsys.readouterr().out
-    assert main(["study", str(path)]) == 0
-    folder = Path("outputs/compared")
-    results = json.loads((folder / "results.json").read_text())["variants"]
-    for variant in ("staged", "tail"):
-        series = results[variant]["seeds"]["0"]["reverse_kl"]
-        assert [step for step, _ in series] == [0, 2, 4]
-    capsys.readouterr()
-    assert main(["study", str(path)]) == 0
-    assert "staged-seed0: " in (said := capsys.readouterr().out) and said.count("(kept)") == 2
-    shutil.rmtree(folder / "staged-seed0" / "stage_2")
-    assert main(["study", str(path), "--dry-run"]) == 0
-    assert "staged-seed0: runs, stages 2 to 2\n" in capsys.readouterr().out
-    assert main(["study", str(path), "--overwrite", "--dry-run"]) == 0
-    assert "staged-seed0: runs, stages 1 to 2\n" in capsys.readouterr().out
-
-
-def test_stages_have_the_steps_of_the_other_variants(study_file: WriteStudy) -> None:
-    message = refusal(study_file(variants={"tail": ["loss.k=4"], "staged": stages(second=3)}))
-    assert "variants.staged: trainer.steps differs from that of variants.tail" in message

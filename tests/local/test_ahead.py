@@ -91,7 +91,6 @@ SAMPLED = {"type": "sampled_reverse_kl"}
         (1, TOPK, {}),
         (2, BY_STUDENT, {}),
         (8, SAMPLED, {}),
-        (2, TOPK, {"rollout__growth": {"start": 3, "steps": 5}}),
         (2, TOPK, {"student__quantize": {"bits": 4, "group": 8}}),
         (2, SAMPLED, {"reference": {"start": True, "backend": "transformers"}}),
         (2, TOPK, {"student__lora": {"rank": 4}}),

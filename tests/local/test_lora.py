@@ -30,13 +30,10 @@ from prime_composer.local.run import checkpoint_bytes
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.model_check import check_models
 from prime_composer.local.run_dir.plan import plan
-from prime_composer.local.run_dir.recipe_file import changed_keys, differing_keys
 from prime_composer.local.student import Student
-from prime_composer.local.train import train
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
-from prime_composer.recipe.stages import left_by_the_stage_before, parse_stages
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.compatibility import PreflightError
@@ -683,22 +680,15 @@ def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any])
         Adapter.of_model(model, config, "m", seed=0)
 
 
-def test_next_stage_goes_on_with_the_adapter(raw: dict[str, Any], tmp_path: Path) -> None:
-    """Also where the directory was moved before a resume; the base stays the student's."""
+def test_run_begins_with_the_adapter_of_another(raw: dict[str, Any], tmp_path: Path) -> None:
+    """The base stays the student's."""
     raw["teacher"] = {"base": True}
-    loss = raw.pop("loss")
-    raw["stages"] = [{"loss": loss, "steps": steps} for steps in (1, 2)]
-    del raw["trainer"]["steps"]
-    first, second = parse_stages(raw)
-    problems = load_problem_set(first.sources)
-    paths = prepare_models(first, problems)
-    (tmp_path / "stage_1").mkdir()
-    train(first, problems, paths, tmp_path / "stage_1", Silent())
-    checkpoint = list_checkpoints(tmp_path / "stage_1")[-1].path
-    left = left_by_the_stage_before(second.student, checkpoint)
-    begun = second.model_copy(update=left)
-    stored = files_of(tmp_path / "stage_1")["adapter"]
-    with open_engine(begun, problems, paths, lambda text: None) as engine:
+    raw["trainer"]["steps"] = 1
+    run(raw, tmp_path / "first")
+    paths = tiny_models(raw)
+    raw["student"]["lora"]["start"] = str(list_checkpoints(tmp_path / "first")[-1].path)
+    stored = files_of(tmp_path / "first")["adapter"]
+    with opened(raw) as engine:
         assert engine.adapter is not None and engine.teachers is not None
         assert all(torch.equal(engine.adapter.weights[name], stored[name]) for name in stored)
         assert any(bool(value.any()) for name, value in stored.items() if "lora_B" in name)
@@ -706,16 +696,6 @@ def test_next_stage_goes_on_with_the_adapter(raw: dict[str, Any], tmp_path: Path
         model: Any = scorer
         base = load_model(paths["student"])
         assert torch.equal(logits_of(model.model), logits_of(base))
-    tables = [
-        second.model_copy(
-            update=left_by_the_stage_before(
-                second.student, Path(place, "stage_1/checkpoints/step_000001")
-            )
-        ).model_dump(mode="json")
-        for place in ("here", "there")
-    ]
-    assert differing_keys(*tables) == ["student.lora.start"]
-    assert changed_keys(*tables) == []
 
 
 MODES: dict[str, dict[str, Any]] = {

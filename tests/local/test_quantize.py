@@ -159,6 +159,22 @@ def test_checkpoints_are_rounded_and_resume_to_the_same_numbers(
     assert all(torch.equal(again[name], latent[name]) for name in latent)
 
 
+def test_run_from_a_rounded_students_checkpoint_begins_rounded(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """What the first run learned below the rounding ends with it, as its optimizer does."""
+    run(raw, tmp_path / "first")
+    left = list_checkpoints(tmp_path / "first")[-1].path
+    saved, before = weights(tmp_path / "first"), latent_of(left)
+    raw["student"]["model"] = str(left)
+    with opened(raw) as engine:
+        assert engine.latent is not None
+        began, latent = engine.model.state_dict(), engine.latent.state_dict()
+    assert all(torch.equal(saved[name], began[name]) for name in saved)
+    assert all(torch.equal(latent[name], saved[f"{name}.weight"]) for name in latent)
+    assert any(not torch.equal(before[name], latent[name]) for name in latent)
+
+
 def test_resume_without_the_latent_weights_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     """The other way round as well, and with other bits; the checkpoint stays."""
     plain = copy.deepcopy(raw)

@@ -56,10 +56,8 @@ TESTS = {
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],
     ),
-    "recipe/rollout.py": ["tests/local/test_growth.py"],
     "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
-    "recipe/watchers.py": ["tests/recipe/test_stages.py"],
-    "recipe/stages.py": ["tests/recipe/test_stages.py"],
+    "recipe/watchers.py": ["tests/recipe/test_until.py"],
     "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
     **dict.fromkeys(
         ("local/islands/island.py", "local/islands/outer.py", "local/collect.py"),
@@ -641,7 +639,6 @@ MUTANTS: dict[str, Mutant] = {
         "local/health.py", "CollapseCheck.add",
         ("self.within[name] >= self.config.steps", "True"),
     ),
-    "cut answers have a length": mutant(COLLAPSE, "collapse_metrics", ("grows", "False")),
     "ahead: one step more": mutant(
         AHEAD, "Ahead.take", ("step + self._steps", "step + self._steps + 1")
     ),
@@ -664,12 +661,6 @@ MUTANTS: dict[str, Mutant] = {
         AHEAD, "Ahead.load_state_dict",
         ("_X.model.load_state_dict(one['weights'])", "_X"),
     ),
-    "growth from the second step": mutant(
-        "recipe/rollout.py", "GrowthConfig.limit", ("step - 1", "step")
-    ),
-    "growth that jumps at its end": mutant(
-        "recipe/rollout.py", "GrowthConfig.limit", ("self.steps - 1", "self.steps")
-    ),
     "plateau from the last of equal values": mutant(
         "recipe/watchers.py", "UntilConfig.best",
         ("(values[index][1], -index)", "(values[index][1], index)"),
@@ -677,9 +668,6 @@ MUTANTS: dict[str, Mutant] = {
     "plateau one evaluation longer": mutant(
         "recipe/watchers.py", "UntilConfig.best",
         ("len(values) - 1 - place >= self.plateau", "len(values) - 1 - place > self.plateau"),
-    ),
-    "stages in one order of problems": mutant(
-        "recipe/stages.py", "_stage", ("SEEDS_APART * (number - 1)", "0")
     ),
     "islands: the same batch on each": mutant(
         "local/collect.py", "Collector.undivided",

@@ -20,7 +20,7 @@ def test_reference_page_is_current() -> None:
 def test_reference_names_every_key_and_loss() -> None:
     """Every key of a recipe and every loss with its knobs are in the text."""
     text = reference.reference()
-    tables = {"diloco", "growth", "loss", "prepare", "quantize", "reference"}
+    tables = {"diloco", "loss", "prepare", "quantize", "reference"}
     for kind in marks(Recipe):
         name = kind.rpartition(".")[2]
         assert name in tables or f"| `{name}` |" in text, kind

@@ -14,10 +14,8 @@ from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.recipe.stages import parse_stages
 from prime_composer.trl.objective import read_loss
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.export.stages import export_stages
 from tests.command import toml
 from tests.tiny_qwen import make_model
 from tests.upstream.export_recipes import tables
@@ -29,20 +27,9 @@ ALONE = {"tape": "a folder", "tape_only": True}
 SAMPLED = {"type": "sampled_reverse_kl"}
 SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 END = {"checks": {"collapse": {"end": 0.01}}}
-GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
-GROWING = {"rollout": {**GROWTH, "group_size": 2}}
-GROWTH_IN_STAGES = {"rollout": {"max_tokens": 64, "growth": {"start": 8, "steps": 2},
-                                "group_size": 2}}  # fmt: skip
 AHEAD = {"backend": "server", "url": "http://a:1", "ahead": 1}
 DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
-STAGES: dict[str, Any] = {
-    "stages": [{"loss": {"type": "topk_reverse_kl", "k": 4}, "steps": 3},
-               {"loss": {"type": "default"}, "steps": 2}],
-    "loss": None, "trainer": {"batch_size": 8},
-}  # fmt: skip
 BALANCED = {"loss": {**SAMPLED, "balance": {"by": "sequence"}}}
-FROM_START = {**STAGES, "reference": {"start": True},
-              "stages": [{"loss": SAMPLED, "steps": 3}, {"loss": SAMPLED, "steps": 2}]}  # fmt: skip
 LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
 BEGUN: dict[str, Any] = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
 ISLANDS: dict[str, Any] = {"diloco": {"replicas": 2}, "trainer": {"steps": 100}}
@@ -52,12 +39,6 @@ BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 def parsed(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         parse_recipe(raw)
-    return str(error.value)
-
-
-def staged(raw: dict[str, Any], folder: Path) -> str:
-    with pytest.raises(RecipeError) as error:
-        parse_stages(raw)
     return str(error.value)
 
 
@@ -71,12 +52,6 @@ def made(raw: dict[str, Any], folder: Path) -> str:
 def exported(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         export_recipe(parse_recipe(raw), "head")
-    return str(error.value)
-
-
-def exported_stages(raw: dict[str, Any], folder: Path) -> str:
-    with pytest.raises(RecipeError) as error:
-        export_stages(parse_stages(raw), "head", {}, None, "r", [folder / "1", folder / "2"])
     return str(error.value)
 
 
@@ -131,20 +106,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`tape_only`, `prime-rl export`": (exported, {"teacher": ALONE}),
     "`tape_only`, `prime-rl probe`": (probed, {"teacher": ALONE}),
-    "`[rollout.growth]`, `[loss]` that reads rewards": (
-        parsed, {"loss": {"type": "default"}, **GROWING}
-    ),
-    '`[rollout.growth]`, `replay.source = "rollouts"`': (
-        parsed, {"loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": DPO,
-                          "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}}, **GROWING}
-    ),
-    "`[rollout.growth]`, `teacher.policy.hint` by rewards": (
-        parsed, {"teacher": {"policy": {"hint": "feedback"}}, **GROWING}
-    ),
-    "`[rollout.growth]`, `rollout.student_fraction = 0`": (
-        parsed, {"loss": {"type": "sft"}, "rollout": {**GROWTH, "student_fraction": 0.0}}
-    ),
-    "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
     "`balance`, `prime-rl export`": (exported, BALANCED),
     "`balance`, a recipe for TRL": (for_trl, BALANCED),
     "`[loss.balance]`, `distillm2`": (
@@ -152,26 +113,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
                  "rollout": {"student_fraction": 0.5, "group_size": 2, "max_tokens": 8,
                              "other_source": "teacher"}},
     ),
-    "`[[stages]]`, `[loss]`": (staged, {**STAGES, "loss": SAMPLED}),
-    "`[[stages]]`, `trainer.steps`": (staged, {**STAGES, "trainer": {"steps": 3}}),
-    "`[reference]`, a stage of RL": (
-        staged, {**STAGES, "reference": {"start": True},
-                 "stages": [{"loss": SAMPLED, "steps": 3}, STAGES["stages"][1]]},
-    ),
-    "`[rollout.growth]`, a stage of RL": (staged, {**STAGES, **GROWTH_IN_STAGES}),
-    "`[[stages]]`, `[reference] start = true`, `[student.lora]`": (
-        staged, {**FROM_START, "student": {"model": "s", "lora": {}}}
-    ),
-    "`[[stages]]`, `[reference] start = true`, `reference.tape`": (
-        staged, {**FROM_START, "reference": {"start": True, "tape": "a folder"}}
-    ),
-    "`[[stages]]`, `[student.lora]`, `prime-rl export`": (exported_stages, {**STAGES, **LORA}),
-    "`[[stages]]`, `rollout.url`": (
-        staged, {**STAGES, "rollout": {"backend": "server", "url": "http://a:1", "group_size": 2}}
-    ),
-    "`[[stages]]`, `environments` by id without `rollout.renderer`": (staged, {**STAGES, **BY_ID}),
-    "`[[stages]]`, `tape make`": (made, {**STAGES, "teacher": TAPED}),
-    "`[[stages]]`, a recipe for TRL": (for_trl, STAGES),
     "`rollout.ahead`, a sampler in this process": (parsed, {"rollout": {"ahead": 1}}),
     "`rollout.ahead`, `[teacher.policy]`": (
         parsed, {"rollout": AHEAD, "teacher": {"policy": {}}}
@@ -200,7 +141,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`[diloco]`, `prime-rl export`": (exported, {"teacher": {"model": "t"}, **ISLANDS}),
     "`[diloco]`, a recipe for TRL": (for_trl, ISLANDS),
-    "`[diloco]`, `[[stages]]`": (staged, {**STAGES, "diloco": {"replicas": 2}}),
     "`[diloco]`, `[teacher.policy]` that moves": (parsed, {"teacher": {"policy": {}}, **ISLANDS}),
     "`[diloco]`, `student.quantize`": (
         parsed, {"student": {"model": "s", "quantize": {"bits": 4, "group": 32}}, **ISLANDS}
@@ -210,7 +150,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
                           "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}},
                  "rollout": {"group_size": 2}, **ISLANDS}
     ),
-    "`[diloco]`, `[rollout.growth]`": (parsed, {**GROWING, **ISLANDS}),
     "`[diloco]`, `[trainer.until]`": (
         parsed, {**ISLANDS, "trainer": {"steps": 100, "until": {"metric": "eval/accuracy",
                                                                 "plateau": 2}}}
@@ -259,14 +198,14 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "type": "compose", "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}},
         "replay": {"weight": 1.0, "loss": {"type": "dpo", "repetition": {}}},
     }},
-    "growth": {"teacher": TAPED, **GROWING, "reference": {"start": True},
-               "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
-               "loss": {**SAMPLED, "repetition": {}}},
-    "ahead": {"rollout": {**AHEAD, **GROWTH, "group_size": 2},
+    "lengths": {"teacher": TAPED, "reference": {"start": True},
+                "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
+                "loss": {**SAMPLED, "repetition": {}}},
+    "ahead": {"rollout": {**AHEAD, "group_size": 2},
               "teacher": {**TAPED, "backend": "transformers"},
               "loss": {**SAMPLED, "repetition": {}}, "reference": {"start": True,
                                                                    "backend": "transformers"}},
-    "lora": {"teacher": {"base": True, "tape": "a folder"}, **LORA, **GROWING, **END,
+    "lora": {"teacher": {"base": True, "tape": "a folder"}, **LORA, **END,
              "checkpoint": {"merge": True}, "loss": {"type": "topk_reverse_kl", "k": "full",
                                                      "normalization": "full"}},
     "lora and several": {"teacher": None, **LORA,
@@ -277,7 +216,6 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "islands": {"teacher": ALONE, **END, **ISLANDS},
     "islands and own": {"teacher": {"model": "t", "tokenizer": "own"}, **ISLANDS},
     "islands and live": {"teacher": {"policy": {"update": "live"}}, **ISLANDS},
-    "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 
 

@@ -47,18 +47,6 @@ def test_collapse_counts_rollouts_and_tokens_that_repeat():
     )
 
 
-def test_collapse_of_answers_that_are_cut_early_has_no_lengths():
-    """With ``[rollout.growth]`` a cut answer is no failure to stop; a repetition stays one."""
-    samples = [sample([1, 2, 3], [-1.0, -2.0, -3.0], "length"), sample(LOOP, [-0.5] * 21, "length")]
-    assert collapse_metrics(samples, grows=True) == pytest.approx(
-        {
-            "rollout/repeated": 1 / 2,
-            "rollout/repeated_tokens": 18 / 24,
-            "rollout/entropy": (6 + 10.5) / 24,
-        }
-    )
-
-
 def test_collapse_of_a_prompt_that_repeats_is_none():
     """The prompts 50, 51 of equal rollouts, and what came before an answer, are no answers."""
     one = sample([51] * 3, [-1.0] * 3)

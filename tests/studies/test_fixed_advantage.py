@@ -1,4 +1,4 @@
-"""The control of the study of stages, by hand."""
+"""The control of the study of RL beside distillation, by hand."""
 
 import math
 

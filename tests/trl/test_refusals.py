@@ -79,14 +79,6 @@ def test_recipe_with_more_than_its_loss_is_refused(recipe, key):
         read_loss(REPO / "recipes" / "methods" / f"{recipe}.toml")
 
 
-def test_recipe_whose_answers_grow_is_refused(tmp_path):
-    recipe = (REPO / "recipes" / "gsm8k_opd.toml").read_text()
-    (tmp_path / "r.toml").write_text(f"{recipe}\n[rollout.growth]\nstart = 8\nsteps = 20\n")
-    message = r"r.toml: \[rollout.growth\] is a part of this .* one largest length. Run the recipe"
-    with pytest.raises(RecipeError, match=message):
-        read_loss(tmp_path / "r.toml")
-
-
 def test_recipe_whose_batches_are_sampled_ahead_is_refused(tmp_path):
     recipe = (REPO / "recipes" / "gsm8k_opd.toml").read_text()
     served = 'backend = "server"\nurl = "http://h:1"\nahead = 1'

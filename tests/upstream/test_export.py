@@ -801,7 +801,6 @@ OTHER_VALUES = {
     "environment.teacher": "b",
     "environment.use": "eval",
     "rollout.group_size": 4,
-    "rollout.growth": {"start": 8, "steps": 3},
     "rollout.stop": (5, "<|im_end|>"),
     "rollout.ahead": 2,
     "rollout.max_model_len": 257,

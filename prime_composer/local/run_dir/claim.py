@@ -30,7 +30,6 @@ from prime_composer.local.run_dir.recipe_file import (
 from prime_composer.local.tracker import METRICS_FILE, WANDB_ID_FILE
 from prime_composer.recipe.diloco import island_folder
 from prime_composer.recipe.schema import Recipe, RecipeError
-from prime_composer.recipe.stages import folder_of
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
@@ -44,7 +43,6 @@ _INSIDE = {
 """Folder -> the names that a run writes in it."""
 
 _FILES = {RECIPE_FILE, METRICS_FILE, "metrics.tmp", ANSWERS_FILE, WANDB_ID_FILE, REPORT_FILE}
-_STARTS_OVER = "an earlier start in it ended before its first checkpoint; starting over"
 _OURS = {*_FIRST, *_FILES, *_INSIDE, "wandb"}
 
 
@@ -59,9 +57,6 @@ class Wish:
         resume: continue the run that is there.
         step: the checkpoint to continue from; None: the newest.
         overwrite: delete the run that is there.
-        stage: number of the stage that the recipe is of, from 1 on; its run is in a folder of the
-            directory. 0: the recipe has no stages.
-        stages: how many stages there are.
         island: number of the island, whose run is in a folder of the directory; None without them.
     """
 
@@ -71,16 +66,12 @@ class Wish:
     resume: bool = False
     step: int | None = None
     overwrite: bool = False
-    stage: int = 0
-    stages: int = 0
     island: int | None = None
 
     @property
     def folder(self) -> str:
         """The run's folder within the directory; "" for the directory itself."""
-        if self.island is not None:
-            return island_folder(self.island)
-        return folder_of(self.stage) if self.stage else ""
+        return "" if self.island is None else island_folder(self.island)
 
     @property
     def tables(self) -> Tables:
@@ -220,7 +211,7 @@ def claim_run_dir(wish: Wish) -> Claim:
 def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
     """Return what a run in this directory would be. A checkpoint is not read."""
     if os.path.lexists(path) and not path.is_dir():
-        raise taken(path)
+        raise _taken(path)
     names = _names(path)
     if not held:
         check_free(path)
@@ -239,8 +230,6 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
             )
         read_recipe(path)
         note = "--overwrite: the run in it is deleted when this one begins"
-        if wish.stage > 1:
-            note = _STARTS_OVER
         return RunDir(path, replaces=True, note=note)
     checkpoints = list_checkpoints(path)
     if wish.resume and checkpoints:
@@ -250,12 +239,13 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
         others = foreign_files(path)
         changed = changed_keys(read_recipe(path), wish.tables)
         if not others and not changed:
-            return RunDir(path, replaces=True, note=_STARTS_OVER)
+            note = "an earlier start in it ended before its first checkpoint; starting over"
+            return RunDir(path, replaces=True, note=note)
         if wish.resume:
             reasons = [f"it was started with other values of {', '.join(changed)}"] * bool(changed)
             reasons += [f"it holds other files ({', '.join(others[:3])})"] * bool(others)
             raise _no_checkpoint(path, f", and {' and '.join(reasons)}")
-    raise _no_checkpoint(path) if wish.resume else taken(path)
+    raise _no_checkpoint(path) if wish.resume else _taken(path)
 
 
 def _check_writable(path: Path) -> None:
@@ -309,7 +299,7 @@ def _no_checkpoint(path: Path, reason: str = "") -> RecipeError:
     )
 
 
-def taken(path: Path) -> RecipeError:
+def _taken(path: Path) -> RecipeError:
     remedy = ", or continue that run with --resume"
     if (path / RECIPE_FILE).is_file():
         remedy = ", continue that run with --resume, or replace it with --overwrite"

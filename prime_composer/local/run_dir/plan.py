@@ -238,16 +238,11 @@ def describe_steps(
     size, kl_size = (min(held_out, wanted) for wanted in (evaluation.size, evaluation.kl_size))
     prompts = trainer.batch_size // rollout.group_size
     rollouts = trainer.steps * trainer.batch_size
-    most, grows = rollouts * rollout.max_tokens, ""
-    if (growth := rollout.growth) is not None:
-        grows = f", {growth.start} in step 1 and all from step {growth.steps} on"
-        limits = (growth.limit(step, rollout.max_tokens) for step in range(1, trainer.steps + 1))
-        most = trainer.batch_size * sum(limits)
     every = f"every {evaluation.every} steps" if evaluation.every else "before and after training"
     lines = [
-        f"rollouts: {rollout.backend}, at most {rollout.max_tokens} new tokens each{grows}",
+        f"rollouts: {rollout.backend}, at most {rollout.max_tokens} new tokens each",
         f"steps: {trainer.steps} of {prompts} prompts x {rollout.group_size} rollouts; "
-        f"{rollouts:,} rollouts, at most {most:,} new tokens",
+        f"{rollouts:,} rollouts, at most {rollouts * rollout.max_tokens:,} new tokens",
         f"evaluation: {every}, {size} problems, {kl_size} for the reverse KL",
     ]
     if rollout.ahead:

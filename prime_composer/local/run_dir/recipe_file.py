@@ -9,7 +9,6 @@ from typing import Any
 from prime_composer.local.run_dir.disk import replace_text
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.recipe.stages import FOLDER
 from prime_composer.recipe.urls import MASK
 
 RECIPE_FILE = "recipe.json"
@@ -76,20 +75,7 @@ def differing_keys(before: Any, now: Any, name: str = "") -> list[str]:
 
 def changed_keys(before: Tables, now: Tables) -> list[str]:
     """Name the differing keys that a resumed run may not change."""
-    changed = [key for key in differing_keys(before, now) if not MAY_CHANGE.fullmatch(key)]
-    for key in {"student.model", "student.lora.start"} & {*changed}:
-        places = [Path(str(_value_of(tables, key))).parts[-3:] for tables in (before, now)]
-        # The checkpoint of the stage before this one, in a directory that was moved.
-        if places[0] == places[1] and FOLDER.fullmatch(places[0][0]):
-            changed.remove(key)
-    return changed
-
-
-def _value_of(tables: Tables, key: str) -> Any:
-    """Return the value of a dotted key that the tables have."""
-    for name in key.split("."):
-        tables = tables[name]
-    return tables
+    return [key for key in differing_keys(before, now) if not MAY_CHANGE.fullmatch(key)]
 
 
 def check_continues(run_dir: Path, now: Tables, done: int) -> str:

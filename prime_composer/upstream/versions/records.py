@@ -173,8 +173,6 @@ class Version:
     run_dir: Callable[[Path], Table]  # writes the run directory
     # changes a TOML table so that the run continues from its newest checkpoint
     resume: Callable[[Table], None]
-    # folder of the run directory with a whole model of its checkpoints. None: it writes none.
-    weights: str | None
     places: Places = PLACES  # where [orchestrator] has the keys that main moved
     # the vLLM that it pins, where that has no endpoint plugins
     vllm_without_plugins: str | None = None
@@ -214,7 +212,6 @@ _V0_6 = Version(
     wandb=("wandb",),
     run_dir=output_dir_itself,
     resume=resume_newest_step,
-    weights="weights",
     vllm_without_plugins="0.22",
 )
 _V0_7 = replace(
@@ -254,7 +251,6 @@ _HEAD = replace(
     wandb=("monitors", "wandb"),
     run_dir=output_dir_and_name,
     resume=resume_table,
-    weights=None,
 )
 _V0_9 = replace(_HEAD, name="v0.9", commit=None, surface=(*_HEAD.surface, "rl.dashboard"))
 _MAIN = replace(

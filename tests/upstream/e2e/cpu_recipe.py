@@ -4,7 +4,6 @@ from pathlib import Path
 
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.export.stages import export_stages
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.versions.records import VERSIONS
 from tests.upstream.e2e.launch_run import free_port
@@ -40,7 +39,6 @@ def native(
     apart=False,
     lora=False,
     batch=BATCH,
-    after=None,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -69,7 +67,6 @@ def native(
         apart: the teacher has a tokenizer of its own.
         lora: the student trains adapters alone.
         batch: rollouts per step.
-        after: directory of a run; this one is the stage after it.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -162,10 +159,7 @@ def native(
         recipe["environments"] = environments
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    if after is None:
-        table = export_recipe(parse_recipe(recipe), version).table
-    else:
-        table = next_stage(recipe, version, after, "outputs")[0]
+    table = export_recipe(parse_recipe(recipe), version).table
     if resume:
         VERSIONS[version].resume(table)
     if rl:
@@ -181,11 +175,3 @@ def native(
     return text.replace(
         'id = "null"', 'id = "tiny-harness"'
     )  # upstream's own wants PyPI at run time
-
-
-def next_stage(recipe, version, before, run_dir):
-    """Return the native table of a stage like the one in ``before``, and the commands until it."""
-    both = [parse_recipe(recipe | {"output_dir": str(one)}) for one in (before, run_dir)]
-    files = [Path("1.toml"), Path("2.toml")]
-    exports, commands = export_stages(both, version, {}, None, "x", files)
-    return exports[1].table, commands

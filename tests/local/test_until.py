@@ -1,6 +1,5 @@
-"""Runs that end by a plateau, and chains of runs: bit for bit what one does by hand."""
+"""Runs that end by a plateau."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.plan import plan
-from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from tests.local.helpers import Silent, run
@@ -120,26 +118,3 @@ def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(of_until(tiny_recipe))
     lines = plan(recipe, load_problem_set(recipe.sources))
     assert "ends earlier where eval/accuracy is no better at 2 evaluations" in lines
-
-
-def test_records_of_stages_are_in_a_row(tmp_path: Path) -> None:
-    """The start of a stage is the end of the one before it, whose own numbers stay."""
-    own: list[list[dict[str, Any]]] = [
-        [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0}, {"step": 2, "a": 3.0}],
-        [{"step": 0, "a": 9.0, "b": 4.0}, {"step": 1, "a": 5.0}],
-        [{"step": 0, "a": 9.0}, {"step": 2, "a": 6.0}],
-    ]
-    for number, records in enumerate(own, 1):
-        (tmp_path / f"stage_{number}").mkdir()
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / f"stage_{number}" / "metrics.jsonl").write_text(lines)
-    assert read_metrics(tmp_path) == [
-        {"step": 0, "a": 1.0},
-        {"step": 1, "a": 2.0},
-        {"step": 2, "a": 3.0, "b": 4.0},
-        {"step": 3, "a": 5.0},
-        {"step": 5, "a": 6.0},
-    ]
-    (tmp_path / "stage_1" / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match="is it a run directory"):
-        read_metrics(tmp_path)
