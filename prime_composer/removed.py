@@ -3,5 +3,14 @@
 This file imports no other file of the package. It may go at 1.0.
 """
 
-REMOVED: dict[str, str] = {}
-"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, a sentence without its full stop."""
+REMOVED: dict[str, str] = {
+    "loss.type=topd": "choose sampled_reverse_kl; its mode = 'signed' has top_d, the floor",
+    "loss.type=distillm2": "choose skewed_kl, or generalized_jsd on the answers of both",
+    **dict.fromkeys(
+        ("loss.type=rlsd", "loss.type=rlrt", "loss.type=rlcsd", "loss.type=sdar"),
+        "put self_distillation beside an RL loss, by [loss.rl_mix] or compose",
+    ),
+    **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
+    "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
+}
+"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, without a full stop."""

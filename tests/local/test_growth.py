@@ -239,7 +239,6 @@ def test_growth_that_does_not_fit_is_refused(
             "rollout__student_fraction": 0.0,
             "rollout__other_source": "teacher",
         },
-        {"loss": {"type": "topd"}, "rollout__group_size": 2},
     ],
 )
 def test_growth_goes_with_what_reads_no_rewards(changes: dict[str, Any], tiny_recipe: Raw) -> None:

@@ -147,11 +147,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
     "`balance`, `prime-rl export`": (exported, BALANCED),
     "`balance`, a recipe for TRL": (for_trl, BALANCED),
-    "`[loss.balance]`, `distillm2`": (
-        parsed, {"loss": {"type": "distillm2", "beta_steps": 4, "balance": {"by": "sequence"}},
-                 "rollout": {"student_fraction": 0.5, "group_size": 2, "max_tokens": 8,
-                             "other_source": "teacher"}},
-    ),
     "`[[stages]]`, `[loss]`": (staged, {**STAGES, "loss": SAMPLED}),
     "`[[stages]]`, `trainer.steps`": (staged, {**STAGES, "trainer": {"steps": 3}}),
     "`[reference]`, a stage of RL": (

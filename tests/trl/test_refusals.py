@@ -18,16 +18,9 @@ pytestmark = pytest.mark.xdist_group("trl")
 
 REVERSE = {"type": "topk_reverse_kl", "k": 8}
 REFUSED = {
-    "default": "needs advantages.*no rewards.*prime-rl rl",
-    "ipo": "needs advantages.*prime-rl rl",
-    "icepop": "needs advantages.*prime-rl rl",
-    "cispo": "needs advantages.*prime-rl rl",
-    "ppo": "needs advantages.*prime-rl rl",
-    "rlsd": "needs advantages.*prime-rl rl",
-    "rlrt": "needs advantages.*prime-rl rl",
-    "rlcsd": "needs advantages.*prime-rl rl",
-    "topd": "needs credit.*samples no groups.*prime-rl rl",
-    "distillm2": "needs by_teacher.*prime-rl rl",
+    "default": "needs advantages.*no rewards.*prime-composer rl",
+    "ipo": "needs advantages.*prime-composer rl",
+    "icepop": "needs advantages.*prime-composer rl",
     "dpo": "pairs of answers.*DPOTrainer",
     "simpo": "pairs of answers.*CPOTrainer",
     "sft": "expected gradient of 0.*SFTTrainer",
