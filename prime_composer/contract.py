@@ -9,9 +9,8 @@ token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
-``hidden_states``, ``credit``, ``contrast_logprobs``, ``token_ids``, ``segment_ids``,
-``sampled``, ``by_teacher``, ``balance``, ``replay``, ``untempered_logprobs`` and the metric types
-are additions.
+``hidden_states``, ``token_ids``, ``segment_ids``, ``sampled``, ``balance``, ``replay``,
+``untempered_logprobs`` and the metric types are additions.
 """
 
 import math
@@ -22,10 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from prime_composer.loss_metrics import Count as Count
-from prime_composer.loss_metrics import Mean as Mean
-from prime_composer.loss_metrics import PairMean as PairMean
 
 T = TypeVar("T")
 
@@ -419,10 +414,6 @@ class LossInputs:
             NaN where something else wrote the token: the data, or the teacher.
         ref_logprobs: log q of each token under the teacher, [seq]. None without a teacher.
         advantages: RL advantage of each token, [seq]. None without a reward.
-        credit: credit of each token that depends on the other rollouts of its group, [seq]
-            (``LossConfig.credit``). None where nobody computes it.
-        contrast_logprobs: log of the mean probability of each token under the teacher with wrong
-            hints, [seq]. None without wrong hints.
         loss_mask: True at the tokens that train, [seq]. Other positions of every tensor may
             contain anything, NaN included.
         loss_weights: factor of each token's loss, [seq]. None means 1.
@@ -435,7 +426,6 @@ class LossInputs:
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
         sampled: the text that the tokens are of, with those between them, and with sampled tokens
             that do not train for want of a score. None: the mask has all sampled tokens.
-        by_teacher: True at the tokens that the teacher sampled, [seq]. None where nobody says.
         balance: weight of each token by the loss's ``Balance``, [seq]. None without one.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
             and 2i + 1 the rejected response of pair i. None without pairs.
@@ -451,12 +441,9 @@ class LossInputs:
     loss_weights: Float[Tensor, " seq"] | None = None
     support: Support | None = None
     hidden_states: TwoHeads | None = None
-    credit: Float[Tensor, " seq"] | None = None
-    contrast_logprobs: Float[Tensor, " seq"] | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
     sampled: SampledText | None = None
-    by_teacher: Bool[Tensor, " seq"] | None = None
     balance: Float[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
     untempered_logprobs: Float[Tensor, " seq"] | None = None
@@ -489,3 +476,35 @@ def given(value: T | None) -> T:
     """Return an input whose presence the loss's ``needs`` guarantee."""
     assert value is not None, "the loss reads an input that its needs do not name"
     return value
+
+
+class _Metric(Tensor):
+    """A detached tensor with a type of its own. Operations on it return plain tensors."""
+
+    # torch annotates the stub of this attribute as a method.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, value: Tensor, *args: Any) -> Any:
+        return Tensor._make_subclass(cls, value.detach())
+
+
+class Mean(_Metric):
+    """Metric that is a mean over some things, such as the tokens that a modifier has left.
+
+    Args:
+        value: the mean, 0 where there are none.
+        count: their number, 0-dim. None: all tokens of the micro-batch.
+    """
+
+    count: Tensor | None
+
+    def __init__(self, value: Tensor, count: Tensor | None = None):
+        self.count = None if count is None else count.detach()
+
+
+class PairMean(Mean):
+    """Metric of preference pairs. Without a ``count`` it is a mean over all of the micro-batch."""
+
+
+class Count(_Metric):
+    """Metric that is a number of things: micro-batches add up."""

@@ -62,13 +62,8 @@ def packed_inputs(
         loss_weights=leaf(torch.rand(seq, generator=g, dtype=torch.float64) + 0.5),
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
         hidden_states=identity_heads(leaf(student), teacher.to(dtype)),
-        credit=torch.randn(seq, generator=g, dtype=torch.float64).to(dtype),
-        contrast_logprobs=leaf(
-            (log_q.gather(-1, sampled).squeeze(-1) + 0.5 * staleness).clamp(max=0)
-        ),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
-        by_teacher=torch.arange(seq) * 4 // seq % 2 == 0,
         balance=torch.rand(seq, generator=g, dtype=torch.float64).to(dtype) + 0.5,
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
         if "replay" in config.needs
@@ -188,11 +183,8 @@ def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
         inference_logprobs=spoiled(inputs.inference_logprobs),
         ref_logprobs=spoiled(inputs.ref_logprobs),
         advantages=spoiled(inputs.advantages),
-        credit=spoiled(inputs.credit),
-        contrast_logprobs=spoiled(inputs.contrast_logprobs),
         loss_weights=spoiled(inputs.loss_weights),
         token_ids=inputs.token_ids.masked_fill(outside, 1),
-        by_teacher=inputs.by_teacher ^ outside,
         balance=spoiled(inputs.balance),
         support=Support(
             inputs.support.token_ids.masked_fill(outside.unsqueeze(-1), -1),

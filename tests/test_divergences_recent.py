@@ -119,15 +119,6 @@ CASES = {
         ]
         for skew in (0.0, 1e-9, 0.1, 0.5, 0.9, 1 - 1e-9)
     },
-    **{
-        f"skewed_held {skew}": (
-            lambda p, q, n, skew=skew: D.skewed_reverse_kl(
-                p, q, skew=skew, normalization=n, hold_mixture=True
-            ),
-            lambda p, q, at=None, skew=skew, **_: kl(p, mixed(at or p, q, skew)),
-        )
-        for skew in (0.1, 0.5, 0.9, 1 - 1e-9)
-    },
     "total_variation": (
         lambda p, q, n: D.total_variation(p, q, normalization=n),
         lambda p, q, **_: total_variation(p, q),
@@ -353,26 +344,6 @@ def test_recent_bad_knobs_are_refused_with_their_range():
     for mass in (0.0, 1.0):
         with pytest.raises(ValueError, match="head_mass = .* between 0 and 1"):
             D.adaptive_kl(p, q, head_mass=mass)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("name", ["forward", "reverse", "held"])
-def test_skew_per_position_equals_one_call_each(name, normalization):
-    """A skew per position gives each the value and the gradient of a call with that number."""
-    fn = D.skewed_forward_kl if name == "forward" else D.skewed_reverse_kl
-    held = {"hold_mixture": True} if name == "held" else {}
-    ids = torch.arange(7) if normalization == "full" else torch.tensor([1, 4, 5])
-    skews = double([0.01, 0.1, 0.6, 1 - 1e-9])
-    z, log_q = (
-        torch.stack([pair_of(seed)[side] for seed in range(4)]).log_softmax(-1)[:, ids]
-        for side in (0, 1)
-    )
-    got = autograd(lambda z: fn(z, log_q, skew=skews, normalization=normalization, **held).sum(), z)
-    value = fn(z, log_q, skew=skews, normalization=normalization, **held)
-    for row, skew in enumerate(skews.tolist()):
-        one = lambda z: fn(z, log_q[row], skew=skew, normalization=normalization, **held)  # noqa: E731, B023
-        assert value[row].item() == pytest.approx(one(z[row]).item(), rel=1e-12, abs=1e-17)
-        torch.testing.assert_close(got[row], autograd(one, z[row]), rtol=1e-10, atol=1e-16)
 
 
 def test_adaptive_head_always_has_the_first_and_no_tail():

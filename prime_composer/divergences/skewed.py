@@ -1,7 +1,7 @@
 """Divergences from a mixture of student and teacher: skewed KL, and AMiD's assistant."""
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -36,7 +36,7 @@ def skewed_forward_kl(
     student_logprobs: Float[Tensor, "*pos k"],
     teacher_logprobs: Float[Tensor, "*pos k"],
     *,
-    skew: float | Float[Tensor, "*#pos"],
+    skew: float,
     normalization: Normalization = "tail",
 ) -> Float[Tensor, "*pos"]:
     """Return KL(q || m) per position, m = skew q + (1 - skew) p.
@@ -52,15 +52,14 @@ def skewed_forward_kl(
     Args:
         student_logprobs: log p.
         teacher_logprobs: log q.
-        skew: a number, or one per position. The latter is not checked: each is in (0, 1).
         normalization: how the vocabulary outside the support counts.
 
     Raises:
         ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    skew = _per_outcome(skew)
-    if not isinstance(skew, Tensor) and skew == 0:
+    refuse_skew(skew)
+    if skew == 0:
         return forward_kl(student_logprobs, teacher_logprobs, normalization)
     log_p, absent = p.detach(), (p == -math.inf) & (q == -math.inf)
     m = _mixture(log_p, q, skew)
@@ -81,32 +80,28 @@ def skewed_reverse_kl(
     student_logprobs: Float[Tensor, "*pos k"],
     teacher_logprobs: Float[Tensor, "*pos k"],
     *,
-    skew: float | Float[Tensor, "*#pos"],
+    skew: float,
     normalization: Normalization = "tail",
-    hold_mixture: bool = False,
 ) -> Float[Tensor, "*pos"]:
     """Return KL(p || m) per position, m = skew p + (1 - skew) q.
 
     skew = 0 is reverse KL. Bounds, terms and accuracy are those of ``skewed_forward_kl``. With
     u = p_j/m_j - 1, the derivative for log p_j is p_j (log(1 + u) - skew u), so that p = q is
-    stationary. With ``hold_mixture`` it is p_j log(1 + u), and p = q still is.
+    stationary.
 
-    Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898, and for ``hold_mixture`` DistiLLM-2
-    (2025), https://arxiv.org/abs/2503.07067.
+    Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898.
 
     Args:
         student_logprobs: log p.
         teacher_logprobs: log q.
-        skew: a number, or one per position. The latter is not checked: each is in (0, 1).
         normalization: how the vocabulary outside the support counts.
-        hold_mixture: no gradient flows through the student's share of m.
 
     Raises:
         ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    skew = _per_outcome(skew)
-    if not isinstance(skew, Tensor) and skew == 0:
+    refuse_skew(skew)
+    if skew == 0:
         return reverse_kl(student_logprobs, teacher_logprobs, normalization)
     log_p, impossible = p.detach(), p == -math.inf
     m = _mixture(q, log_p, skew)
@@ -118,41 +113,28 @@ def skewed_reverse_kl(
     x, u = (torch.where(close, y, 0.0) for y in (x, u))
     values = torch.where(close, probs * excess(x), kl_terms(log_p, m) + (1 - skew) * difference)
     log_ratio = torch.where(impossible, 0.0, log_p - m)
-    if hold_mixture:
-        slope = probs * torch.where(close, u - excess(u), log_ratio)
-    else:
-        slope = torch.where(
-            close,
-            probs * ((1 - skew) * u - excess(u)),
-            probs * (log_ratio + skew - torch.exp(log_ratio + _log_shares(skew)[0])),
-        )
+    slope = torch.where(
+        close,
+        probs * ((1 - skew) * u - excess(u)),
+        probs * (log_ratio + skew - torch.exp(log_ratio + math.log(skew))),
+    )
     return with_slope(p, values, slope).sum(-1)
 
 
-def _per_outcome(skew: float | Tensor) -> float | Tensor:
-    if isinstance(skew, Tensor):
-        return skew.unsqueeze(-1)
+def refuse_skew(skew: float) -> None:
+    """Refuse a share at which nothing is compared."""
     if not 0 <= skew < 1:
         raise ValueError(
             f"skew = {skew} is the share of the left distribution in the mixture: it has to be in "
             "[0, 1). At 1 the divergence is identically 0."
         )
-    return skew
 
 
 def _mixture(
-    a: Float[Tensor, "*pos n"], b: Float[Tensor, "*pos n"], share: float | Tensor
+    a: Float[Tensor, "*pos n"], b: Float[Tensor, "*pos n"], share: float
 ) -> Float[Tensor, "*pos n"]:
     """Return log(share exp(b) + (1 - share) exp(a))."""
-    log_share, log_rest = _log_shares(share)
-    return torch.logaddexp(a + log_rest, b + log_share)
-
-
-def _log_shares(share: float | Tensor) -> tuple[Any, Any]:
-    """Return log share and log(1 - share), as numbers or as tensors."""
-    if isinstance(share, Tensor):
-        return share.log(), torch.log1p(-share)
-    return math.log(share), math.log1p(-share)
+    return torch.logaddexp(a + math.log1p(-share), b + math.log(share))
 
 
 def unnormalized_assistant(

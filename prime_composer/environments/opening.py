@@ -77,7 +77,7 @@ def refuse_what_needs_problems(
             rollout.student_fraction < 1
         ),
         "the loss compares the answers of a group, and a rollout may be several samples": (
-            loss.answer_pairs or loss.credit is not None or (loss.reads_pairs and pairs_rollouts)
+            loss.reads_pairs and pairs_rollouts
         ),
         'tokenizer = "own" of a teacher: messages are rendered for the student; run the recipe '
         "with --engine prime-rl": own_tokenizer,

@@ -16,7 +16,6 @@ from prime_composer.environments.episodes import EnvironmentFailed, Episode, Fai
 from prime_composer.environments.tasks import Task, parts_of
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
-from prime_composer.losses.shared.protocols import GroupCredit
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
@@ -26,7 +25,7 @@ from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.balance import balanced, share_metrics
-from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
+from prime_composer.step.batch import Batch, Pair, Sample
 from prime_composer.step.collapse import collapse_metrics, end_metrics
 from prime_composer.step.replay import pairs_of_rollouts
 
@@ -123,8 +122,6 @@ class Collector:
             if loss.reads_pairs:
                 pairs = pairs_of_step(self.engine, self.replay, samples, self.trainer.seed, step)
             scored = self.engine.score(samples)
-            if loss.credit is not None:
-                scored = replace(scored, samples=with_credit(scored.samples, loss.credit))
             if loss.balance is not None:
                 scored = replace(scored, samples=balanced(scored.samples, loss.balance))
         if scored.padding_ids is not None:
@@ -266,8 +263,7 @@ def sample_rollouts(
     With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) the
     student samples each sequence with probability lambda. Otherwise it is the data's solution, or
     the teacher samples it. The paper draws once per step. Drawing once per sequence has the same
-    mean and less variance. For a loss of answer pairs the student samples the first half of each
-    group.
+    mean and less variance.
     """
     prompts = [engine.problems.prompt(problem) for problem in problems]
     params = SamplingParams(
@@ -280,11 +276,10 @@ def sample_rollouts(
     if config.student_fraction == 1:
         return engine.sampler.generate(prompts, params, seed=rollouts_seed)
     coin = random.Random(derive_seed(seed, "student_fraction", step))
-    pairs, half = engine.loss.answer_pairs, config.group_size // 2
     sequences = [
-        (index, member < half if pairs else coin.random() < config.student_fraction)
+        (index, coin.random() < config.student_fraction)
         for index in range(len(prompts))
-        for member in range(config.group_size)
+        for _ in range(config.group_size)
     ]
     sampled_prompts = [prompts[index] for index, is_sampled in sequences if is_sampled]
     sampled: list[Rollout] = []
@@ -406,24 +401,6 @@ def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[fl
         rewards_of_group.setdefault(group, []).append(reward)
     means = {group: sum(own) / len(own) for group, own in rewards_of_group.items()}
     return [reward - means[group] for group, reward in zip(groups, rewards, strict=True)]
-
-
-def with_credit(samples: Sequence[Sample], credit: GroupCredit) -> list[Sample]:
-    """Set the credit of each trained token, from the teacher's scores of its whole group.
-
-    A rollout that the teacher left out is not part of its group.
-    """
-    groups: dict[int, list[int]] = {}
-    for index, sample in enumerate(samples):
-        groups.setdefault(sample.rollout.prompt_index, []).append(index)
-    credited = list(samples)
-    for indices in groups.values():
-        rollouts = [samples[index].rollout for index in indices]
-        ref_logprobs = [trained_logprobs(samples[index]) for index in indices]
-        inference_logprobs = [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
-        for index, own in zip(indices, credit(ref_logprobs, inference_logprobs), strict=True):
-            credited[index] = replace(samples[index], credit=own)
-    return credited
 
 
 def pairs_of_step(

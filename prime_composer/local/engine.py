@@ -18,7 +18,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
-from prime_composer.step.batch import Pair, Sample, trained_logprobs, with_scores
+from prime_composer.step.batch import Pair, Sample, with_scores
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.teachers.compatibility import alien_id
 from prime_composer.teachers.mixture import Teachers
@@ -233,29 +233,7 @@ class Engine:
         scored = [
             replace(sample, scores=own) for (sample, _), own in zip(kept, scores, strict=True)
         ]
-        if "contrast_logprobs" in self.loss.needs:
-            scored = self._with_contrast(teacher, scored)
         return Scored(scored, without_hint=without_hint, **counts)
-
-    def _with_contrast(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> list[Sample]:
-        """Set each sample's log-probs under wrong hints.
-
-        A wrong hint that does not fit into the teacher's window is left out. A rollout without any
-        has no contrast: the right hint's own log-probs take their place.
-        """
-        prompts = [
-            [
-                prompt
-                for prompt in (teacher.prompt_of(sample, hint) for hint in own)
-                if len(prompt) + sample.length - sample.rollout.start <= self.policy_room
-            ]
-            for sample, own in zip(samples, teacher.wrong_hints(samples), strict=True)
-        ]
-        contrasts = teacher.contrast([sample.rollout for sample in samples], prompts)
-        return [
-            replace(sample, contrast=trained_logprobs(sample) if own is None else own)
-            for sample, own in zip(samples, contrasts, strict=True)
-        ]
 
     def begin_update(self) -> None:
         """Let the sampler free weights that ``end_step`` replaces: gradients take their room."""

@@ -3,11 +3,10 @@
 Distillation, on a support of the teacher's top-K tokens or of the whole vocabulary:
     topk_reverse_kl, topk_forward_kl, generalized_jsd, head_tail_reverse_kl, taid,
     entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
-    adaptive_kl, distillm2
+    adaptive_kl
 On the sampled token alone:
-    sampled_reverse_kl, topd, sdar, sft
-RL on rewards: default, ipo, icepop, cispo, ppo; with credit that a teacher shares out: rlsd, rlrt,
-    rlcsd.
+    sampled_reverse_kl, sft
+RL on rewards: default, ipo, icepop.
 Preference pairs: dpo, simpo. Weighted sum of channels: compose.
 
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
@@ -34,7 +33,6 @@ from prime_composer.losses.shared.protocols import LossState
 # Each import registers a loss, and this is the order of the table.
 # isort: off
 from prime_composer.losses.sampled_reverse_kl import SampledReverseKLLossConfig
-from prime_composer.losses.topd import TopDLossConfig
 from prime_composer.losses.topk_reverse_kl import TopKReverseKLLossConfig
 from prime_composer.losses.topk_forward_kl import TopKForwardKLLossConfig
 from prime_composer.losses.generalized_jsd import GeneralizedJSDLossConfig
@@ -48,17 +46,10 @@ from prime_composer.losses.total_variation import TotalVariationLossConfig
 from prime_composer.losses.todi import ToDiLossConfig
 from prime_composer.losses.amid import AMiDLossConfig
 from prime_composer.losses.adaptive_kl import AdaptiveKLLossConfig
-from prime_composer.losses.distillm2 import DistiLLM2LossConfig
-from prime_composer.losses.sdar import SDARLossConfig
 from prime_composer.losses.sft import SFTLossConfig
 from prime_composer.losses.default import DefaultLossConfig
 from prime_composer.losses.ipo import IPOLossConfig
 from prime_composer.losses.icepop import IcePopLossConfig
-from prime_composer.losses.cispo import CISPOLossConfig
-from prime_composer.losses.ppo import PPOLossConfig
-from prime_composer.losses.rlsd import RLSDLossConfig
-from prime_composer.losses.rlrt import RLRTLossConfig
-from prime_composer.losses.rlcsd import RLCSDLossConfig
 from prime_composer.losses.dpo import DPOLossConfig
 from prime_composer.losses.simpo import SimPOLossConfig
 from prime_composer.losses.compose import ComposeLossConfig
@@ -72,11 +63,9 @@ __all__ = [
     "AlphaBetaLossConfig",
     "AnyLoss",
     "BoundLoss",
-    "CISPOLossConfig",
     "ComposeLossConfig",
     "DPOLossConfig",
     "DefaultLossConfig",
-    "DistiLLM2LossConfig",
     "EntropyAwareOPDLossConfig",
     "GeneralizedJSDLossConfig",
     "HeadTailReverseKLLossConfig",
@@ -85,11 +74,6 @@ __all__ = [
     "LossConfig",
     "LossState",
     "Objective",
-    "PPOLossConfig",
-    "RLCSDLossConfig",
-    "RLRTLossConfig",
-    "RLSDLossConfig",
-    "SDARLossConfig",
     "SFTLossConfig",
     "SampledReverseKLLossConfig",
     "SelfDistillationLossConfig",
@@ -99,7 +83,6 @@ __all__ = [
     "SupportRequest",
     "TAIDLossConfig",
     "ToDiLossConfig",
-    "TopDLossConfig",
     "TopKForwardKLLossConfig",
     "TotalVariationLossConfig",
     "TopKReverseKLLossConfig",

@@ -47,8 +47,7 @@ class RLChannel(Channel):
     """The RL term, present by default."""
 
     loss: AnyLoss = Field(default_factory=lambda: parse_loss({"type": "default"}))
-    """``default`` (DPPO + KL), ``ipo``, ``icepop``, ``cispo``, ``ppo``, or one whose credit a
-    teacher shares out."""
+    """``default`` (DPPO + KL), ``ipo`` or ``icepop``."""
 
     weight: NonNegativeFloat = 1.0
     """Factor in the sum."""

@@ -24,7 +24,7 @@ from prime_composer.losses.shared.modifiers import (
     RepetitionMask,
     SpecialTokenMask,
 )
-from prime_composer.losses.shared.protocols import GroupCredit, LossState
+from prime_composer.losses.shared.protocols import LossState
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]
@@ -76,8 +76,6 @@ class LossConfig(Table):
         examples: knobs of the configs that the contract tests run, one table each.
         surrogate: True where the loss contains a stop-gradient, so that its gradient is not the
             derivative of its value.
-        answer_pairs: the loss is a sum over pairs of answers to one prompt, the teacher's and the
-            student's. A trainer samples both, and divides by the pairs instead of the tokens.
         on_given_text: the loss trains on given text alone. On the student's own samples its
             expected gradient is 0.
         takes_reference: ``ref_logprobs`` may be extrapolated from a reference model, and are then
@@ -88,7 +86,6 @@ class LossConfig(Table):
     channel: ClassVar[ChannelName] = "distillation"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     surrogate: ClassVar[bool] = False
-    answer_pairs: ClassVar[bool] = False
     on_given_text: ClassVar[bool] = False
     takes_reference: ClassVar[bool] = False
 
@@ -126,29 +123,12 @@ class LossConfig(Table):
                 f"{cls.__name__} needs the support without naming the number of ids: derive it "
                 "from prime_composer.losses.SupportLossConfig, or override `support`."
             )
-        if "credit" in cls.needs_inputs and cls.own_credit is LossConfig.own_credit:
-            raise TypeError(
-                f"{cls.__name__} needs credit without saying how it is computed: override "
-                "`own_credit`."
-            )
         if complaint := unknown(cls.needs_inputs):
             raise TypeError(f"{cls.__name__}.needs_inputs {complaint}")
 
     @model_validator(mode="after")
-    def _sum_has_one_divisor(self) -> "LossConfig":
-        for part in self.parts:
-            if part.loss.answer_pairs:
-                raise ValueError(
-                    f"{part.key or 'rl_mix'}: type = {part.loss.type!r} is a mean over pairs of "
-                    "answers, and the other channels are means over tokens: make it the only loss, "
-                    "[loss], and leave rl_mix out."
-                )
-        return self
-
-    @model_validator(mode="after")
     def _clamp_has_a_divergence(self) -> "LossConfig":
-        of_pairs = self.answer_pairs or self.channel == "replay"
-        own = bool(self.own_needs & OF_TEACHER) and not of_pairs
+        own = bool(self.own_needs & OF_TEACHER) and self.channel != "replay"
         if self.clamp is not None and (self.is_sum() or not own):
             remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
             raise ValueError(
@@ -280,24 +260,6 @@ class LossConfig(Table):
         if request is not None and request.chosen_by == "student" and request.k != "full":
             return request.k, True
         return self.support_size, False
-
-    @property
-    def own_credit(self) -> GroupCredit | None:
-        """How the loss itself wants the tokens' credit of a group computed, None for not at all."""
-        return None
-
-    @property
-    @final
-    def credit(self) -> GroupCredit | None:
-        """How the credit of a group is computed, for the loss and for those within it."""
-        wanted = [part.loss.credit for part in self.parts if not part.on_pairs]
-        given = {credit for credit in (self.own_credit, *wanted) if credit is not None}
-        if len(given) > 1:
-            raise ValueError(
-                f"[loss] type = {self.type!r} has losses that compute the credit of a token in "
-                "different ways: give them the same knobs, or keep one of them."
-            )
-        return next(iter(given), None)
 
     @property
     def reads_sampler(self) -> bool:

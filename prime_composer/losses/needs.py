@@ -56,35 +56,11 @@ NEEDS: dict[str, dict[Host, str]] = {
         'dialect = "v0_7" needs none.',
         "trl": f"It has no rewards: leave rl_mix and RL losses out. {_ONE_MACHINE_HAS_IT}",
     },
-    "credit": {
-        "call": "Pass LossInputs.credit, computed from whole groups by the loss's config.credit.",
-        "recipe": _ADD_TEACHER,
-        "prime_rl": "Its orchestrator does not compute a token's credit from the scores of a "
-        "group. Use sampled_reverse_kl with mode = 'signed' and its floor top_d, "
-        f"{_RUN_LOCALLY}",
-        "trl": f"It samples no groups. {_ONE_MACHINE_HAS_IT}",
-    },
-    "contrast_logprobs": {
-        "call": "Configure [teacher.policy], whose wrong hints are wrong rollouts of the same "
-        "group.",
-        "recipe": "Its wrong hints are wrong rollouts of the same group: add [teacher.policy] with "
-        'hint = "reference", and set rollout.group_size to 2 or more.',
-        "prime_rl": "Its opsd scores a rollout with one hint, and not with wrong rollouts of the "
-        f"group. Use rlsd, {_RUN_LOCALLY}",
-        "trl": f"It gives the teacher no hints. {_ONE_MACHINE_HAS_IT}",
-    },
     "token_ids": {"call": "Pass LossInputs.token_ids.", "prime_rl": START_ADAPTER},
     "segment_ids": {
         "call": "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
         "(2i chosen, 2i + 1 rejected).",
         "prime_rl": _NO_PAIRS,
-    },
-    "by_teacher": {
-        "call": "Pass LossInputs.by_teacher: which tokens are the teacher's.",
-        "recipe": "It tells the teacher's sequences from the student's: set rollout.other_source = "
-        "'teacher', and rollout.student_fraction below 1.",
-        "prime_rl": f"Its rollouts are all the student's: choose another loss, {_RUN_LOCALLY}",
-        "trl": f"The student samples every answer. {_ONE_MACHINE_HAS_IT}",
     },
     "balance": {
         "call": "Pass LossInputs.balance: Balance.of_sequences of the whole step, for each token.",
@@ -104,7 +80,7 @@ NEEDS: dict[str, dict[Host, str]] = {
 """Every optional input, by its field of ``LossInputs``, and the remedy of each host that may lack
 it."""
 
-OF_TEACHER = frozenset({"ref_logprobs", "support", "hidden_states", "credit", "contrast_logprobs"})
+OF_TEACHER = frozenset({"ref_logprobs", "support", "hidden_states"})
 """The inputs that are computed from a teacher's scores."""
 
 

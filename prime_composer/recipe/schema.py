@@ -315,13 +315,6 @@ class Recipe(Table):
             )
         require(self.loss, self.provided_inputs, "recipe")
         self._check_balance()
-        plain = self.rollout.temperature == 1 and self.rollout.top_p == 1
-        if self.loss.credit is not None and not plain:  # raises where two want different ones
-            raise ValueError(
-                f"[loss] type = {self.loss.type!r} takes a token's credit from log q - log mu, and "
-                "only plain sampling has both of one temperature: set rollout.temperature = 1 and "
-                "rollout.top_p = 1, or choose sampled_reverse_kl"
-            )
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             others = "teacher's answers" if self.rollout.teacher_samples else "data's solutions"
             raise ValueError(
@@ -330,29 +323,15 @@ class Recipe(Table):
                 "support, such as generalized_jsd (self_distillation with max_ratio = 'off'), or "
                 "sft; in a sum, for every channel"
             )
-        if self.loss.answer_pairs and (
-            self.rollout.student_fraction != 0.5 or self.rollout.group_size % 2
-        ):
-            raise ValueError(
-                f"[loss] type = {self.loss.type!r} compares pairs of answers to one prompt, the "
-                "teacher's and the student's, and these would have unequal prompts: set "
-                "rollout.student_fraction = 0.5, and an even rollout.group_size, so that each "
-                "writes half of a group"
-            )
         return self
 
     def _check_balance(self) -> None:
         """Refuse a balance that is not of the whole loss, or that names what does not train."""
-        for section, (loss, needs) in self.loss.needs_by_section().items():
+        for section, (_, needs) in self.loss.needs_by_section().items():
             if "balance" in needs and section != "loss":
                 raise ValueError(
                     f"[{section}.balance]: a step has one balance for all of its losses: move it "
                     "to [loss.balance]"
-                )
-            if "balance" in needs and loss.answer_pairs:
-                raise ValueError(
-                    f"[loss.balance]: type = {loss.type!r} is a mean over pairs of answers, each "
-                    "of which counts alike already: leave the table out"
                 )
         balance = self.loss.balance
         if balance is None:
@@ -374,16 +353,11 @@ class Recipe(Table):
         """The inputs that the one-machine engine gives a loss under this recipe."""
         provided = {"token_ids", "segment_ids", "balance"}
         if self.has_teacher:
-            provided |= {"ref_logprobs", "support", "hidden_states", "credit"}
+            provided |= {"ref_logprobs", "support", "hidden_states"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}
-            policy = self.policy_teacher
-            if policy is not None and policy.hint == "reference":
-                provided.add("contrast_logprobs")
         if self.replay.source == "jsonl":
             provided.add("replay")
-        if self.rollout.teacher_samples:
-            provided.add("by_teacher")
         return provided
 
     def _mixes(self, source: DataConfig | EnvironmentConfig) -> bool:
@@ -467,8 +441,6 @@ class Recipe(Table):
         policy, reader = self.policy_teacher, None
         if policy is not None and policy.hint != "reference":
             reader = f'teacher.policy.hint = "{policy.hint}"'
-        elif "contrast_logprobs" in self.loss.needs:
-            reader = f'[loss] type = "{self.loss.type}", with its wrong hints,'
         elif self.loss.reads_pairs and self.replay.source == "rollouts":
             reader = 'replay.source = "rollouts"'
         if reader is not None and graded:

@@ -9,7 +9,7 @@ from prime_composer.recipe.backends import TIMEOUT, WAIT, ScorerName, backend_of
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
 from prime_composer.recipe.urls import Url
-from prime_composer.tables import LARGEST_BATCH, MOST_STEPS, Table
+from prime_composer.tables import MOST_STEPS, Table
 
 HINT_TEMPLATES = {
     "reference": "{question}\nA correct solution: {hint}\nSolve it again.",
@@ -39,10 +39,6 @@ class PolicyTeacherConfig(Table):
     template: str | None = Field(default=None, json_schema_extra=CARRIED)
     """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
     ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
-
-    wrong_hints: int = Field(default=4, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
-    """For a loss that contrasts hints (`rlcsd`): at most this many wrong rollouts of the same group
-    are wrong hints for a rollout, each scored by its own."""
 
     update: Literal["live", "ema", "sync", "base"] = Field(default="ema", json_schema_extra=CARRIED)
     """The teacher's weights: the current policy's, their moving average, a copy renewed every

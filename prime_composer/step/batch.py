@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import Scores, given
+from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 
 
@@ -26,9 +26,6 @@ class Sample:
             environment by id has its own.
         advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
         scores: the teacher's log-probs; None where the loss needs no teacher.
-        credit: credit of each trained token within the group; None where no loss reads it.
-        contrast: log of each trained token's mean probability under the teacher with wrong hints;
-            None where no loss reads it.
         sampled: its rollout's ``loss_mask`` before tokens without a score left it; None where none
             did.
         weight: factor of each of its tokens, by the loss's ``balance``; None without one.
@@ -42,8 +39,6 @@ class Sample:
     reward: float = 0.0
     advantage: float | None = None
     scores: Scores | None = None
-    credit: Float[Tensor, " n"] | None = None
-    contrast: Float[Tensor, " n"] | None = None
     sampled: Bool[Tensor, " seq"] | None = None
     weight: float | None = None
     first: bool = True
@@ -71,11 +66,6 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
     left = replace(rollout, loss_mask=mask)
     own = replace(scores, scored=None).rows(slice(left.start - rollout.start, None))
     return replace(sample, rollout=left, scores=own, sampled=rollout.loss_mask)
-
-
-def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:
-    """Return the teacher's log q of each trained token of a scored sample."""
-    return given(sample.scores).ref_logprobs[sample.rollout.trained]
 
 
 @dataclass(frozen=True, eq=False)

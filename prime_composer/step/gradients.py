@@ -50,15 +50,15 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Run the backward pass of the step's loss, which adds to the parameters' ``grad``.
 
-    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. N is the number of pairs
-    for a loss of answer pairs. Preference pairs contribute their mean times the weight of their
-    channel. ``reference`` is the frozen policy of the replay channel's loss, where that needs one.
+    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. Preference pairs
+    contribute their mean times the weight of their channel. ``reference`` is the frozen policy of
+    the replay channel's loss, where that needs one.
 
-    The result has "loss", the step's loss per token or per pair of answers, and the loss's own
-    metrics, averaged by their type. It is empty where there is nothing to train on.
+    The result has "loss", the step's loss per token, and the loss's own metrics, averaged by their
+    type. It is empty where there is nothing to train on.
     ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
     """
-    divisor = divisor_of(loss, batch)
+    divisor = divisor_of(batch)
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     divided = len(set(parts_of(batch.samples))) > 1
@@ -93,9 +93,9 @@ def kl_metrics(loss: Objective, inputs: LossInputs, parts: Sequence[str] = ()) -
     return {name: Mean(token_mean(kl, mask), mask.sum()) for name, mask in masks.items()}
 
 
-def divisor_of(loss: Objective, batch: Batch) -> float:
+def divisor_of(batch: Batch) -> float:
     """Return N, what a step's loss is divided by; 1 where there is nothing to train on."""
-    return float(len(batch.samples) / 2 if loss.config.answer_pairs else batch.tokens) or 1.0
+    return float(batch.tokens) or 1.0
 
 
 def gradient_shares(
@@ -119,7 +119,7 @@ def gradient_shares(
         accumulate_gradients(model, same, part, config, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # The step's own divisor would be a factor of all.
-        norms.append(divisor_of(loss, part) * float(torch.nn.utils.get_total_norm(gradients)))
+        norms.append(divisor_of(part) * float(torch.nn.utils.get_total_norm(gradients)))
         model.zero_grad(set_to_none=True)
     return shares("rollout/gradient_share", [*dict.fromkeys(names)], norms)
 

@@ -47,7 +47,7 @@ def student_inputs(
         model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
             states, and the weight of the output embeddings turns them into logits.
         samples: the rollouts. Either all of them have scores or none has, and the same holds for
-            advantages and credits. A value that no sample has is None in the result.
+            advantages. A value that no sample has is None in the result.
     """
     head = lm_head_weight(model)
     device = head.device
@@ -125,16 +125,9 @@ def _of_sequences(
         known = [value for value in values if value is not None]
         return torch.tensor(known).repeat_interleave(counts).to(device) if known else None
 
-    def packed(values: Iterable[Tensor | None]) -> Tensor | None:
-        known = [value for value in values if value is not None]
-        return torch.cat(known).to(device) if known else None
-
     return {
         "advantages": per_token(sample.advantage for sample in samples),
-        "credit": packed(sample.credit for sample in samples),
-        "contrast_logprobs": packed(sample.contrast for sample in samples),
         "segment_ids": per_token(range(len(samples))),
-        "by_teacher": per_token(sample.rollout.by_teacher for sample in samples),
         "balance": per_token(sample.weight for sample in samples),
     }
 
@@ -232,13 +225,10 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         inference_logprobs=detached,
         ref_logprobs=detached,
         advantages=detached,
-        credit=detached,
-        contrast_logprobs=detached,
         loss_mask=like.loss_mask[:0],
         support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
         hidden_states=TwoHeads(no_logits, (no_logits,)),
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
-        by_teacher=given(like.by_teacher)[:0],
         balance=detached,
     )

@@ -1,13 +1,12 @@
 """Self-distillation: the teacher is the policy itself, given privileged information (a hint)."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from prime_composer.backends.lora.views import base_of, frozen_copy, weights_of
@@ -84,40 +83,6 @@ class PolicyTeacher:
     def _verdict(self, problem: Problem, reward: float) -> str:
         """Return the verifier's feedback, with the reference of the problem's metric."""
         return verdict(problem.reference(self.sources[problem.environment].metric), reward)
-
-    def wrong_hints(self, samples: Sequence[Sample]) -> list[list[str]]:
-        """Return the first wrong rollouts of each sample's group, at most ``wrong_hints`` of them.
-
-        A rollout is no hint for itself.
-        """
-        wrong = [sample for sample in samples if sample.reward <= 0]
-        count = self.config.wrong_hints
-        return [_others_of_group(sample, wrong)[:count] for sample in samples]
-
-    def contrast(
-        self, rollouts: Sequence[Rollout], prompts: Sequence[Sequence[Sequence[int]]]
-    ) -> list[Float[Tensor, " n"] | None]:
-        """Return log((1/K) sum_k q_k(y)) of each trained token, None without a wrong hint.
-
-        Args:
-            rollouts: what to score.
-            prompts: K prompts with wrong hints for each rollout, as token ids; K may be 0.
-        """
-        pairs = [(index, prompt) for index, own in enumerate(prompts) for prompt in own]
-        if not pairs:
-            return [None] * len(rollouts)
-        scores = TransformersScorer(self.model).score(
-            [rollouts[index] for index, _ in pairs], 0, prompts=[prompt for _, prompt in pairs]
-        )
-        logprobs: dict[int, list[Tensor]] = {}
-        for (index, _), own in zip(pairs, scores, strict=True):
-            logprobs.setdefault(index, []).append(own.ref_logprobs[rollouts[index].trained])
-        return [
-            torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))
-            if index in logprobs
-            else None
-            for index in range(len(rollouts))
-        ]
 
     def best_prompt(self, problem: Problem) -> list[int]:
         """Return a prompt with the full hint: the solution, or the verdict on a wrong attempt."""

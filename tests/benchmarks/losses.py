@@ -39,7 +39,6 @@ LOSSES = {
     "todi": {"k": K},
     "amid": {"k": K},
     "adaptive_kl": {"k": K},
-    "distillm2": {"k": K, "beta_steps": 10},
     "topk_reverse_kl all modifiers": {
         "k": K,
         "special_tokens": {"ids": [1, 2, 3]},
@@ -88,7 +87,6 @@ def main() -> None:
         loss_mask=torch.rand(n, generator=g).to(args.device) > 0.1,
         token_ids=tokens,
         segment_ids=(torch.arange(n) // 64).to(args.device),
-        by_teacher=(torch.arange(n) // 64 % 2 == 0).to(args.device),
     )
 
     def head(columns):

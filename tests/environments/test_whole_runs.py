@@ -405,7 +405,7 @@ def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> Non
     [
         (
             {
-                "loss": {"type": "distillm2", "beta_steps": 4},
+                "loss": {"type": "generalized_jsd", "k": 4},
                 "rollout": {"student_fraction": 0.5, "other_source": "teacher", "group_size": 2},
             },
             "only the student",

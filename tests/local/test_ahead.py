@@ -118,7 +118,9 @@ def test_batches_are_as_stale_as_a_loop_in_one_thread(
 
 def test_resumed_run_has_the_numbers_of_a_whole_one(ahead: Any, tmp_path: Path) -> None:
     """Killed after its second step: what was in flight then is in the checkpoint."""
-    raw = ahead(2, loss={"type": "topd"}, trainer__batch_size=4, rollout__group_size=2)
+    raw = ahead(
+        2, loss={"type": "sampled_reverse_kl"}, trainer__batch_size=4, rollout__group_size=2
+    )
     run(raw, tmp_path / "whole")
     state = torch.load(
         tmp_path / "whole" / "checkpoints" / "step_000004" / "trainer.pt", weights_only=True

@@ -73,7 +73,7 @@ def test_batch_comes_back_bit_by_bit() -> None:
         own,
         scores=replace(own.scores, known=known, start=own.rollout.start),
         advantage=-0.5, reward=1.0, text="a\n#### 5", weight=1.25, first=False,
-        credit=torch.randn(4), contrast=torch.randn(4), sampled=own.rollout.loss_mask,
+        sampled=own.rollout.loss_mask,
     )  # fmt: skip
     samples[1] = replace(samples[1], scores=None)
     pairs = [Pair(samples[1], replace(samples[2], scores=None))]

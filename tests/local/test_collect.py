@@ -1,18 +1,13 @@
 """The batch of a step: advantages, the environments' shares, and GKD's lambda."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import Scores
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
@@ -20,7 +15,6 @@ from prime_composer.local.collect import (
     group_advantages,
     mean_by_environment,
     problems_of_step,
-    with_credit,
 )
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -30,7 +24,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import collect, rollout, run, sample, tiny_models
+from tests.local.helpers import collect, rollout, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -38,28 +32,6 @@ Raw = Callable[..., dict[str, Any]]
 def test_advantage_is_reward_minus_the_groups_mean() -> None:
     """A group of equal rewards has no advantage."""
     assert group_advantages([0, 1, 0, 1], [1.0, 1.0, 0.0, 1.0]) == [0.5, 0.0, -0.5, 0.0]
-
-
-def test_credit_is_computed_within_each_group() -> None:
-    """Groups may be interleaved, and only trained tokens count."""
-
-    def scored(group: int, value: float) -> Any:
-        mask = torch.tensor([False, False, True, False, True])
-        logprobs = torch.where(mask, -1.0, torch.nan)
-        sampled = Rollout(torch.arange(5), mask, logprobs, "stop", group)
-        empty = torch.zeros((3, 0))
-        scores = Scores(torch.tensor([value, math.nan, 2 * value]), empty.long(), empty)
-        return replace(sample(group), rollout=sampled, scores=scores)
-
-    def credit(ref_logprobs: Any, inference_logprobs: Any) -> list[torch.Tensor]:
-        assert all(row.tolist() == [-1.0, -1.0] for row in inference_logprobs)
-        mean = torch.cat(list(ref_logprobs)).mean()
-        return [row - mean for row in ref_logprobs]
-
-    samples = [scored(0, 1.0), scored(1, 5.0), scored(0, 3.0)]
-    credits = [one.credit.tolist() for one in with_credit(samples, credit)]
-    # Group 0: (1 + 2 + 3 + 6)/4 = 3. Group 1: (5 + 10)/2 = 7.5.
-    assert credits == [[-2.0, -1.0], [-2.5, 2.5], [0.0, 3.0]]
 
 
 def test_problems_of_step_follow_the_environments_ratios() -> None:

@@ -243,8 +243,6 @@ def test_outcome_shows_graded_metrics_and_temperatures(
         ({"teacher": {"policy": {"hint": "feedback"}}}, 'teacher.policy.hint = "feedback" needs'),
         ({"teacher": {"policy": {"hint": "sibling"}}, "rollout": {"group_size": 2}},
          'teacher.policy.hint = "sibling" needs'),
-        ({"loss": {"type": "rlcsd"}, "teacher": {"policy": {}}, "rollout": {"group_size": 2}},
-         r'\[loss\] type = "rlcsd", with its wrong hints, needs'),
         ({"loss": {"type": "compose", "replay": {"weight": 1.0, "loss": {"type": "simpo"}}},
           "rollout": {"group_size": 2}}, 'replay.source = "rollouts" needs'),
     ],

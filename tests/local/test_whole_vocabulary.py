@@ -166,16 +166,10 @@ def test_temperature_divides_the_logits_of_both(student: torch.nn.Module) -> Non
 
 
 def test_gradient_in_bfloat16_is_the_same_in_small_batches() -> None:
-    """Answers of one kind alone in a micro-batch leave a term of the loss without a row.
-
-    Expected numbers are those of one micro-batch in float32: half precision is a percent off.
-    """
+    """Half precision is a percent off the numbers of one micro-batch in float32."""
     model, _ = load_student(tiny_models(TINY_RECIPE)["student"])
-    samples = [
-        replace(one, rollout=replace(one.rollout, by_teacher=bool(i % 2)))
-        for i, one in enumerate(with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4))
-    ]
-    loss = {"type": "distillm2", "k": "full", "normalization": "full", "beta_steps": 10}
+    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4)
+    loss = {"type": "topk_reverse_kl", "k": "full"}
     measured, expected = gradients(model, samples, loss, micro_batch_tokens=1000)
     for budget in (8, 1000):
         small, found = gradients(model, samples, loss, micro_batch_tokens=budget, dtype="bfloat16")

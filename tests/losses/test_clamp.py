@@ -118,9 +118,7 @@ def test_teacher_number_that_is_missing_stays_an_error():
     [
         ("ipo", {}, "leave it out"),
         ("sft", {}, "leave it out"),
-        ("sft", {"rl_mix": {"kd": 0.5, "loss": {"type": "rlsd"}}}, "leave it out"),
         ("dpo", {}, "leave it out"),
-        ("distillm2", {"beta_steps": 5}, "leave it out"),
         ("compose", {"distillation": {"a": {"loss": {"type": "topk_reverse_kl"}}}},
          "in the tables of its terms"),
     ],

@@ -41,7 +41,7 @@ CHANNELS = {
 }
 
 
-@pytest.mark.parametrize("rl", ["ipo", "icepop", "cispo", "ppo"])
+@pytest.mark.parametrize("rl", ["ipo", "icepop"])
 def test_compose_is_the_weighted_sum_of_its_channels(rl):
     inputs = inputs_of()
     out = setup_loss_fn(compose(rl={"weight": 2.0, "loss": {"type": rl}}, **CHANNELS))(inputs)

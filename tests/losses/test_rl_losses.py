@@ -63,28 +63,18 @@ def test_each_token_is_its_definition(config, drops):
     assert 2 <= sum(dropped) <= 6
 
 
-@pytest.mark.parametrize(
-    ("name", "knobs", "message"),
-    [
-        ("icepop", {"ratio_low": 2.0, "ratio_high": 1.0}, "no token would be kept"),
-        ("ppo", {"max_importance_ratio": 1.1}, "is above max_importance_ratio = 1.1: lower it"),
-        ("ppo", {"ratio_low": 1.1}, "less than or equal to 1"),
-        ("cispo", {"ratio_high": 0.9}, "greater than or equal to 1"),
-    ],
-)
-def test_band_that_cannot_be_is_refused(name, knobs, message):
-    with pytest.raises(ValueError, match=message):
-        LOSS_TYPES[name](**knobs)
+def test_band_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="no token would be kept"):
+        LOSS_TYPES["icepop"](ratio_low=2.0, ratio_high=1.0)
 
 
-@pytest.mark.parametrize("name", ["icepop", "cispo", "ppo"])
-def test_rl_loss_equals_the_policy_gradient_without_drift(name):
+def test_icepop_equals_the_policy_gradient_without_drift():
     """At rho = 1 no band matters: the gradient is -A of each token."""
     logprobs = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor(A, dtype=torch.float64)
     mask = torch.tensor(MASK)
     inputs = LossInputs(logprobs, logprobs.detach(), None, advantages, mask)
-    setup_loss_fn(LOSS_TYPES[name]())(inputs).loss.backward()
+    setup_loss_fn(LOSS_TYPES["icepop"]())(inputs).loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-a * m for a, m in zip(A, MASK, strict=True)])
 
 

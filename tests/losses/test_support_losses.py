@@ -227,13 +227,11 @@ def test_a_normalization_that_does_not_fit_k_is_refused():
         "taid",
         "self_distillation",
         "entropy_aware_opd",
-        "distillm2",
         *RECENT,
     ):
         more = {
             "taid": {"total_steps": 1},
             "entropy_aware_opd": {"tau": 1, "alpha": 1},
-            "distillm2": {"beta_steps": 1},
         }.get(name, {})
         with pytest.raises(ValidationError, match="k = 'full'"):
             LOSS_TYPES[name](normalization="full", **more)
@@ -400,7 +398,6 @@ def test_a_loss_reads_the_students_choice_of_a_larger_support():
 WHOLE = {
     "entropy_aware_opd": {"tau": 1.5, "alpha": 0.5, "reverse": "topk"},
     "taid": {"total_steps": 10},
-    "distillm2": {"beta_steps": 10},
 }
 
 

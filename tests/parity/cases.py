@@ -39,8 +39,7 @@ PAIRS = [(version, kind) for version, contract in CONTRACTS.items() for kind in 
 """Every version with every loss of it: what the suites are parametrized with."""
 
 METRIC_PREFIXES = tuple(
-    f"{name}/"
-    for name in ("sampled_reverse_kl", "default", "ipo", "sft", "ref_kl", "icepop", "ppo", "cispo")
+    f"{name}/" for name in ("sampled_reverse_kl", "default", "ipo", "sft", "ref_kl", "icepop")
 )
 
 

@@ -9,7 +9,6 @@ ONLY_REFUSED = {
     "rollout.other_source",
     "teacher.policy.ema_rate", "teacher.policy.sync_every",
     "replay.source", "replay.path", "replay.pairs_per_step", "reference", "diloco",
-    "teacher.policy.wrong_hints",
 }  # fmt: skip
 
 

@@ -216,7 +216,6 @@ def test_policy_teacher_with_a_url_is_refused() -> None:
 
 
 SAMPLES = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
-PAIRS = {"type": "distillm2", "beta_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -246,21 +245,6 @@ PAIRS = {"type": "distillm2", "beta_steps": 3}
             {"rollout": {"student_fraction": 0.5}, "loss": {"type": "sampled_reverse_kl"}},
             "reads the sampler's probabilities, and the data's solutions have none",
         ),
-        (
-            {"rollout": {"student_fraction": 0.5, "group_size": 2}, "loss": PAIRS},
-            "[loss] type = 'distillm2' needs by_teacher, which this recipe does not provide. It "
-            "tells the teacher's sequences from the student's: set rollout.other_source = "
-            "'teacher', and rollout.student_fraction below 1.",
-        ),
-        (
-            {"rollout": {**SAMPLES, "group_size": 1}, "loss": PAIRS},
-            "the teacher's and the student's, and these would have unequal prompts: set "
-            "rollout.student_fraction = 0.5, and an even rollout.group_size",
-        ),
-        (
-            {"rollout": {**SAMPLES, "student_fraction": 0.25}, "loss": PAIRS},
-            "these would have unequal prompts",
-        ),
     ],
 )
 def test_teacher_that_samples_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
@@ -270,11 +254,11 @@ def test_teacher_that_samples_what_does_not_fit(changes: dict[str, Any], message
     assert message in refusal(raw)
 
 
-def test_recipe_of_answer_pairs_is_valid() -> None:
-    """Half of an even group is the teacher's; other losses take any share."""
-    for rollout, loss in ((SAMPLES, PAIRS), ({**SAMPLES, "student_fraction": 0.0}, SMALL["loss"])):
-        raw = {**SMALL, "rollout": rollout, "loss": loss, "trainer": {"steps": 3, "batch_size": 8}}
-        assert parse_recipe(raw).asks_teacher
+def test_recipe_of_a_teacher_that_samples_all_is_valid() -> None:
+    """A loss on a support takes any share of the teacher's answers."""
+    rollout = {**SAMPLES, "student_fraction": 0.0}
+    raw = {**SMALL, "rollout": rollout, "trainer": {"steps": 3, "batch_size": 8}}
+    assert parse_recipe(raw).asks_teacher
 
 
 OUTSIDE = """

@@ -116,7 +116,6 @@ def test_balance_of_environments_that_do_not_train_is_refused(
             },
             r"\[loss\.distillation\.a\.loss\.balance\].*move it to \[loss\.balance\]",
         ),
-        ({"type": "distillm2", "k": 4, "beta_steps": 9, "balance": {}}, "leave the table out"),
     ],
 )
 def test_balance_of_a_part_of_the_loss_is_refused(loss: dict[str, Any], message: str) -> None:

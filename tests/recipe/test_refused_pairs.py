@@ -108,11 +108,6 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     "`tape_only`, `prime-rl probe`": (probed, {"teacher": ALONE}),
     "`balance`, `prime-rl export`": (exported, BALANCED),
     "`balance`, a recipe for TRL": (for_trl, BALANCED),
-    "`[loss.balance]`, `distillm2`": (
-        parsed, {"loss": {"type": "distillm2", "beta_steps": 4, "balance": {"by": "sequence"}},
-                 "rollout": {"student_fraction": 0.5, "group_size": 2, "max_tokens": 8,
-                             "other_source": "teacher"}},
-    ),
     "`rollout.ahead`, a sampler in this process": (parsed, {"rollout": {"ahead": 1}}),
     "`rollout.ahead`, `[teacher.policy]`": (
         parsed, {"rollout": AHEAD, "teacher": {"policy": {}}}

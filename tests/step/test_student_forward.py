@@ -24,19 +24,13 @@ def test_student_inputs_pack_the_trained_tokens(student: tuple[Any, Any]) -> Non
     """Tokens, segments, scores and advantages of all samples are packed in order."""
     first, second = random_samples([(3, 2), (2, 4)], k=3)
     samples = [
-        Sample(
-            replace(one.rollout, by_teacher=one is second),
-            PROBLEM,
-            advantage=advantage,
-            scores=one.scores,
-        )
+        Sample(one.rollout, PROBLEM, advantage=advantage, scores=one.scores)
         for one, advantage in ((first, 0.5), (second, -1.0))
     ]
     inputs = student_inputs(student[0], samples)
     tokens = first.rollout.completion_ids + second.rollout.completion_ids
     assert inputs.token_ids.tolist() == tokens
     assert inputs.segment_ids.tolist() == [0, 0, 1, 1, 1, 1]
-    assert inputs.by_teacher.tolist() == [False, False, True, True, True, True]
     assert inputs.advantages.tolist() == [0.5, 0.5, -1.0, -1.0, -1.0, -1.0]
     for packed, name in (
         (inputs.ref_logprobs, "ref_logprobs"),

@@ -16,9 +16,7 @@ from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.teachers.mixture import Teachers, extrapolate, mix
 
 VOCAB = 12
-AUTHORS = json.loads(
-    (Path(__file__).parents[1] / "golden" / "authors_rl_and_teacher.json").read_text()
-)
+AUTHORS = json.loads((Path(__file__).parents[1] / "golden" / "authors_g_opd.json").read_text())
 
 
 def dense(count: int, n: int, seed: int) -> torch.Tensor:

@@ -70,41 +70,6 @@ def test_policy_teacher_scores_tokens_after_its_own_prompt(
     torch.testing.assert_close(scores.ref_logprobs, torch.stack(expected), rtol=0, atol=2e-5)
 
 
-def test_wrong_hints_are_other_wrong_rollouts_of_the_group(student: tuple[Any, Any]) -> None:
-    """At most ``wrong_hints`` of them, the first ones, and never the rollout itself."""
-    teacher = PolicyTeacher(PolicyTeacherConfig(wrong_hints=2), SOURCES, *student)
-    rows = [
-        (0, 0.0, " a"),
-        (0, 1.0, "b"),
-        (0, 0.0, "c"),
-        (0, 0.0, "d"),
-        (1, 1.0, "e"),
-        (1, 0.0, "f"),
-    ]
-    hints = teacher.wrong_hints([sample(group, reward, text=text) for group, reward, text in rows])
-    assert hints == [["c", "d"], ["a", "c"], ["a", "d"], ["a", "c"], ["f"], []]
-
-
-def test_contrast_is_the_log_of_the_mean_probability(student: tuple[Any, Any]) -> None:
-    """Of each trained token, over the wrong hints' prompts; None without one."""
-    model, tokenizer = student
-    teacher = PolicyTeacher(PolicyTeacherConfig(update="live"), SOURCES, model, tokenizer)
-    prompts = [teacher.prompt(PROBLEM, hint) for hint in ("7", "a longer wrong solution")]
-    first, second = rollout(0, (5, 6, 40, 41, 42)), rollout(0, (5, 6, 43))
-    got = teacher.contrast([first, second, first], [prompts, [], prompts[:1]])
-    expected = []
-    for prompt in prompts:
-        with torch.no_grad():
-            probs = model(torch.tensor([[*prompt, 40, 41, 42]])).logits[0].softmax(-1)
-        expected.append(
-            torch.stack([probs[len(prompt) - 1 + i, t] for i, t in enumerate((40, 41, 42))])
-        )
-    assert got[1] is None
-    mean = (expected[0] + expected[1]) / 2
-    torch.testing.assert_close(got[0], mean.log(), rtol=0, atol=2e-5)
-    torch.testing.assert_close(got[2], expected[0].log(), rtol=0, atol=2e-5)
-
-
 def test_policy_teacher_support_chosen_by_the_student(student: tuple[Any, Any]) -> None:
     """The ids are the top K of the policy without the hint."""
     model, tokenizer = student

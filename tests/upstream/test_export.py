@@ -133,7 +133,7 @@ TEACHERS_LOSSES = [
     {"type": "topk_reverse_kl", "k": 8},
     {"type": "topk_reverse_kl", "k": "full"},
     {"type": "sampled_reverse_kl"},
-    {"type": "default", "rl_mix": {"kd": 0.5, "loss": {"type": "rlsd"}}},
+    {"type": "sampled_reverse_kl", "rl_mix": {"kd": 0.5}},
 ]
 
 
@@ -188,11 +188,11 @@ def test_export_refuses_native_values_in_place_of_tables(train, place):
         export_table("main", prime_rl={"orchestrator": {"train": train}})
 
 
-@pytest.mark.parametrize("loss,refused", [("topk_reverse_kl", False), ("rlsd", True)])
+@pytest.mark.parametrize("loss,refused", [({}, False), ({"rl_mix": {"kd": 0.5}}, True)])
 def test_export_refuses_a_least_advantage_beside_a_teacher(loss, refused):
     """A token that it leaves out loses its teacher, where one loss reads both."""
     native = {"min_abs_advantage": 0.1}
-    raw = {**tables(), "loss": {"type": loss}}
+    raw = {**tables(), "loss": {"type": "topk_reverse_kl", **loss}}
     raw["environments"] = {"rev": {"id": "x", "prime_rl": {"main": native}}}
     del raw["data"]
     if not refused:
@@ -319,15 +319,6 @@ def test_export_refuses_what_prime_rl_cannot_do(changes, message):
         export_recipe(recipe(**changes), "head")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_refuses_credit_of_a_group(version):
-    """The message names the loss, what it needs, and the floor that prime-rl can run."""
-    raw = {**tables(), "loss": {"type": "topd"}}
-    message = r"\[loss\] type = 'topd' needs credit.*its floor top_d, or.*--engine local"
-    with pytest.raises(RecipeError, match=message):
-        export_recipe(parse_recipe(raw), version)
-
-
 @pytest.mark.parametrize(
     "loss,line",
     [
@@ -367,8 +358,6 @@ REWARDED = {
         REWARDED,
         {"type": "topk_reverse_kl", "k": 8, "rl_mix": {"kd": 0.5}},
         {"type": "sampled_reverse_kl", "dialect": "v0.6"},
-        {"type": "rlsd", "mix": 1.0},
-        {"type": "rlrt", "normalize": "mean_one"},
     ],
     ids=lambda loss: loss["type"],
 )

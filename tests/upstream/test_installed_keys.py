@@ -28,7 +28,7 @@ from tests.upstream.export_recipes import ALL_RECIPES, export_table, recipe, tab
 from tests.upstream.in_prime_rl import interpreters
 from tests.upstream.stand_in_configs import KINDS
 
-REWARDED = {"type": "rlsd"}
+REWARDED = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
 
 
 @pytest.mark.parametrize("kind,name", [("september", "v0.9"), ("main", "main")])

@@ -580,61 +580,6 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, vers
     assert losses == pytest.approx(expected, abs=1e-2)
 
 
-OBJECTIVES = {
-    "rlsd": (
-        {"rl": {"loss": {"type": "rlsd", "clip": 0.5, "mix": 1.0}}},
-        {"rl": {"clip": 0.5, "mix": 1.0, "reversed": False}},
-    ),
-    "rlrt": (
-        {"rl": {"loss": {"type": "rlrt", "clip": 0.9, "mix": 0.8}}},
-        {"rl": {"clip": 0.9, "mix": 0.8, "reversed": True}},
-    ),
-    "sdar": (
-        {"distillation": {"gated": {"weight": 0.5, "loss": {"type": "sdar", "beta": 2.0}}}},
-        {"gate": 0.5, "beta": 2.0, "kl": 0.0},
-    ),
-}
-"""Channels of ``compose``, and the same for reference_objectives.py."""
-
-
-@other
-@pytest.mark.parametrize("version,name", [("v0.7", "rlsd"), ("v0.8", "rlrt"), ("head", "sdar")])
-def test_whole_run_shares_credit_by_a_teacher(trees, models, tmp_path, version, name):
-    """Each step's loss is the one that float64 gives, from the formula."""
-    channels, difference = OBJECTIVES[name]
-    loss = {**REWARDED, **channels}
-    result = run(
-        version,
-        trees,
-        models,
-        tmp_path,
-        loss,
-        words=True,
-        group_size=4,
-        taskset="tiny-lengths",
-        seq_len=512,
-    )
-    assert "compose registered for rl tokens" in result["trainer"]
-    steps = trained_steps(result)
-    plain = {"rl": None, "k": K, "kl": 0.5, "beta": 1.0, "gate": 0.0}
-    expected = objective_reference(result, steps, {**plain, **difference})
-    rows = metric_rows(result, version)
-    losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
-    # bfloat16 models: the logits of both sides are rounded to 8 bits.
-    assert losses == pytest.approx(expected, abs=1e-2)
-    without = objective_reference(result, steps, plain)
-    assert max(abs(a - b) for a, b in zip(expected, without, strict=True)) > 2e-2
-
-
-def objective_reference(result, steps, objective):
-    """Return float64's losses of the steps (reference_objectives.py)."""
-    files = result["folder"] / "objective.json", result["folder"] / "steps.json"
-    for file, content in zip(files, (objective, steps), strict=True):
-        file.write_text(json.dumps(content))
-    folders = [result["models"] / role for role in ("student", "teacher")]
-    return json.loads(script(result["python"], "reference_objectives.py", *folders, *files))
-
-
 @other
 @pytest.mark.parametrize("version", ["v0.6", "head"])
 def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path, version):
