@@ -111,7 +111,6 @@ OF_A_STEP = {
     "rollout/turn_limit": "share of episodes that end at the limit of turns",
     "rollout/special_texts": "share of rollouts that were told the text of a special token",
     "rollout/failed": "share of episodes that failed",
-    "rollout/special_texts": "share of episodes that were told the text of a special token",
     "rollout/staleness": "updates since the rollouts were sampled, with `rollout.ahead`",
     "rollout/padding_ids": "sampled ids that a teacher's output head lacks",
     "rollout/without_hint": "share of rollouts without a hint, which do not train",
