@@ -3,5 +3,8 @@
 This file imports no other file of the package. It may go at 1.0.
 """
 
-REMOVED: dict[str, str] = {}
-"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, a sentence without its full stop."""
+REMOVED: dict[str, str] = {
+    "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
+}
+"""Key of a recipe, ``loss.type=NAME``, or key of an environment variable's JSON as
+``VARIABLE.KEY`` -> what to do instead, without a full stop."""
