@@ -126,6 +126,7 @@ OF_A_STEP = {
     "rollout/turns": "turns of an episode",
     "rollout/tool_calls": "calls of tools of an episode",
     "rollout/turn_limit": "share of episodes that end at the limit of turns",
+    "rollout/special_texts": "share of episodes that were told the text of a special token",
     "rollout/failed": "share of episodes that failed",
     "rollout/max_tokens": "the step's largest length, with `[rollout.growth]`",
     "rollout/staleness": "updates since the rollouts were sampled, with `rollout.ahead`",
@@ -148,12 +149,11 @@ OF_A_STEP = {
 
 OF_AN_EVALUATION = {
     "eval/{}": "the score of the held-out problems: `accuracy`, or a graded metric; "
-    "`/NAME` by environment, `/T=...` sampled at a temperature",
+    "`/NAME` by environment",
     "eval/reverse_kl": "KL(student ‖ teacher) on the student's own greedy answers; `/NAME`",
     "eval/forward_kl": "KL(teacher ‖ student) on the same tokens",
     "eval/entropy": "the student's entropy",
     "eval/kl_ids": "K, where these KLs are of the teacher's top K and a tail: lower bounds",
-    "eval/self_bleu": "likeness of several answers to one problem, at a temperature",
     "eval/truncated": "share of answers that are cut",
     "eval/failed": "share of tasks that failed",
     "teacher/{}": "the same scores of the teacher's own answers, once",
