@@ -57,7 +57,7 @@ TESTS = {
         ["tests/backends/test_lora.py"],
     ),
     "recipe/rollout.py": ["tests/local/test_growth.py"],
-    "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
+    "local/ahead.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_stages.py"],
     "recipe/stages.py": ["tests/recipe/test_stages.py"],
     "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
@@ -160,7 +160,7 @@ PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py
 VIEWS, LORA = "backends/lora/views.py", "backends/lora/adapter.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
-AHEAD = "local/ahead/pipeline.py"
+AHEAD = "local/ahead.py"
 MUTANTS: dict[str, Mutant] = {
     # divergences
     "tail dropped": mutant(BASE, "outcomes", ("with_tail(p), with_tail(q)", "p, q")),
@@ -656,13 +656,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ahead: weights that still train": mutant(
         AHEAD, "Ahead._copy", ("copy.deepcopy(self._model)", "self._model")
-    ),
-    "ahead: finished step in a checkpoint": mutant(
-        AHEAD, "Ahead.state_dict", ("step > done", "step >= done")
-    ),
-    "ahead: resumed with the newest weights": mutant(
-        AHEAD, "Ahead.load_state_dict",
-        ("_X.model.load_state_dict(one['weights'])", "_X"),
     ),
     "growth from the second step": mutant(
         "recipe/rollout.py", "GrowthConfig.limit", ("step - 1", "step")
