@@ -131,12 +131,11 @@ OF_A_STEP = {
 
 OF_AN_EVALUATION = {
     "eval/{}": "the score of the held-out problems: `accuracy`, or a graded metric; "
-    "`/NAME` by environment, `/T=...` sampled at a temperature",
+    "`/NAME` by environment",
     "eval/reverse_kl": "KL(student ‖ teacher) on the student's own greedy answers; `/NAME`",
     "eval/forward_kl": "KL(teacher ‖ student) on the same tokens",
     "eval/entropy": "the student's entropy",
     "eval/kl_ids": "K, where these KLs are of the teacher's top K and a tail: lower bounds",
-    "eval/self_bleu": "likeness of several answers to one problem, at a temperature",
     "eval/truncated": "share of answers that are cut",
     "eval/failed": "share of tasks that failed",
     "teacher/{}": "the same scores of the teacher's own answers, once",

@@ -260,25 +260,23 @@ class Scores:
             return self
         else:
             first = int(part.int().argmax()) if part.any() else 0
+
+        def cut(rows: Any) -> Any:
+            return None if rows is None else rows[part]
+
         return replace(
             self,
             ref_logprobs=self.ref_logprobs[part],
             token_ids=self.token_ids[part],
             teacher_logprobs=self.teacher_logprobs[part],
             hidden=tuple(
-                replace(
-                    share,
-                    states=share.states[part],
-                    ref_logprobs=None if share.ref_logprobs is None else share.ref_logprobs[part],
-                )
+                replace(share, states=share.states[part], ref_logprobs=cut(share.ref_logprobs))
                 for share in self.hidden
             ),
-            known=None if self.known is None else self.known[part],
+            known=cut(self.known),
             start=self.start + first,
-            scored=None if self.scored is None else self.scored[part],
-            beside=None
-            if self.beside is None
-            else {name: array[part] for name, array in self.beside.items()},
+            scored=cut(self.scored),
+            beside=self.beside and {name: cut(array) for name, array in self.beside.items()},
         )
 
     def top(self, k: int) -> "Scores":

@@ -14,5 +14,9 @@ REMOVED: dict[str, str] = {
     ),
     **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
+    "eval.samples": "leave it out, with eval.temperatures",
+    "eval.temperatures": "leave it out; eval measures greedy answers",
+    "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
-"""Key of a recipe, or ``loss.type=NAME`` -> what to do instead, without a full stop."""
+"""Key of a recipe, ``loss.type=NAME``, or key of an environment variable's JSON as
+``VARIABLE.KEY`` -> what to do instead, without a full stop."""

@@ -91,13 +91,7 @@ def refuse_above(table: Table, low: str, high: str, remedy: str) -> None:
 def named_module(name: str, what: str, form: str) -> tuple[ModuleType, str]:
     """Import the module of ``"module:function"``, and return it with the name behind the colon.
 
-    Args:
-        name: as a table writes it.
-        what: begins the message, for example "loss type 'a:b'".
-        form: how to name one, for the message.
-
-    Raises:
-        ValueError: it is no such name, or the module cannot be imported.
+    A message begins with ``what``, for example "loss type 'a:b'", and has the right ``form``.
     """
     module_name, _, attribute = name.partition(":")
     parts = module_name.split(".")

@@ -185,7 +185,7 @@ def _probe(args: argparse.Namespace) -> int:
     from prime_composer.cli.probe import run_probe
     from prime_composer.recipe.loading import load_recipe
 
-    return run_probe(load_recipe(args.config, args.overrides), args.json, args.reference)
+    return run_probe(load_recipe(args.config, args.overrides), args.json)
 
 
 def _teacher(args: argparse.Namespace) -> int:
@@ -415,8 +415,6 @@ TAPE = (
     option("--config", metavar="FILE", help="the recipe, whose teachers name their tapes"),
     OVERRIDES,
 )
-BRUTE_FORCE = "compare N numbers of a teacher with a tokenizer of its own with brute force"
-REFERENCE = option("--reference", type=int, default=0, metavar="N", help=BRUTE_FORCE)
 DOCTOR = (
     option(
         "--road",
@@ -441,7 +439,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
         _probe,
         "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
         "speed at several K, and the K to choose. Exits with 1 where a check fails.",
-        (RECIPE, JSON, REFERENCE, OVERRIDES),
+        (RECIPE, JSON, OVERRIDES),
     ),
     "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
     "prepare": (

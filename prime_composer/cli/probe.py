@@ -41,16 +41,13 @@ PASSED = {"ok": True, "failed": False, "skipped": None}
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
-def run_probe(recipe: Recipe, as_json: bool, references: int = 0) -> int:
+def run_probe(recipe: Recipe, as_json: bool) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object.
-
-    Of a teacher with a tokenizer of its own, ``references`` positions are compared with brute
-    force.
 
     Progress and failed checks go to standard error, the result to standard output. The exit status
     is 1 where a check failed, those of ``rl --dry-run`` included.
     """
-    report = _measured(recipe, references)
+    report = _measured(recipe)
     if not as_json:
         print_probe(report)
     for finding in report.findings:
@@ -61,7 +58,7 @@ def run_probe(recipe: Recipe, as_json: bool, references: int = 0) -> int:
     return 0 if report.passed else 1
 
 
-def _measured(recipe: Recipe, references: int) -> ProbeReport:
+def _measured(recipe: Recipe) -> ProbeReport:
     """Return what is measured of one recipe, with what a dry run refuses."""
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)
@@ -70,7 +67,7 @@ def _measured(recipe: Recipe, references: int) -> ProbeReport:
             return ProbeReport([refused])
         refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
         paths = prepare_models(recipe, problems, progress=screen.preparing)
-        report = probe(recipe, problems, paths, screen.status, references=references)
+        report = probe(recipe, problems, paths, screen.status)
         # A check of the open models has said it already, with the same words or better ones.
         if refused is not None and report.passed:
             report = replace(report, findings=[*report.findings, refused])
@@ -202,7 +199,6 @@ def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) 
             "scoring plugin": plugin(version_cell),
             "  kinds": plugin(lambda plugin: ", ".join(plugin.kinds) or None),
             "  output head": plugin(head_cell),
-            "  tokens per second": plugin(speeds_cell),
             "  falls back to JSON": plugin(
                 lambda plugin: "every score" if plugin.version is None else "nothing"
             ),
@@ -214,14 +210,6 @@ def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) 
 def tokenizers_table(name: str, pair: TokenizerPairFacts) -> Table:
     """Return what a teacher with a tokenizer of its own says of the student's tokens."""
     often = ", ".join(map(repr, pair.often_open))
-    found, error = pair.brute_force, "not measured"
-    if found is not None:
-        side = "high" if found.reverse_kl >= 0 else "low"
-        error = (
-            f"mean {found.mean:.2g} nat, largest {found.largest:.2g}; reverse KL "
-            f"{abs(found.reverse_kl):.2g} too {side} ({found.sequences:,} sequences)"
-        )
-    positions = "" if found is None else f", {found.positions} positions by brute force"
     rows = {
         "student's tokens": f"{pair.positions:,}",
         "  that begin on a boundary of the teacher's": percent(pair.aligned),
@@ -232,7 +220,6 @@ def tokenizers_table(name: str, pair: TokenizerPairFacts) -> Table:
         "teacher's mass on closed tokens": f"{percent(pair.closed_mass)} (open: "
         f"{pair.open_tokens:,} tokens{often and f', most often {often}'})",
         f"teacher's mass on the {pair.k} ids": f"{pair.support_mass:.3f} of {pair.best_mass:.3f}",
-        f"error of log Q{positions}": error,
         "end of the student's prompt": repr(pair.student_prompt),
         "end of the teacher's prompt": repr(pair.teacher_prompt),
     }
@@ -378,13 +365,3 @@ def head_cell(plugin: PluginReport) -> str | None:
     if head["computed_in"] != dtype:
         dtype += f", computed in {head['computed_in']}"
     return f"{head['rows']:,} x {head['columns']:,} {dtype}, {head['sha256'][:12]}"
-
-
-def speeds_cell(plugin: PluginReport) -> str:
-    """Format the speeds in binary and in JSON."""
-    binary, plain = (
-        count(speed) or MISSING
-        for speed in (plugin.tokens_per_second, plugin.json_tokens_per_second)
-    )
-    asked = "hidden states" if plugin.column == "states" else f"K = {plugin.column}"
-    return f"{asked}: {binary} in binary, {plain} in JSON"

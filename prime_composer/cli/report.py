@@ -67,7 +67,6 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
             before,
             after,
             environments,
-            recipe.eval.temperatures,
         )
     )
     if evaluations:
@@ -87,7 +86,6 @@ def outcome_table(
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     environments: Mapping[str, str],
-    temperatures: Sequence[float] = (),
 ) -> Table:
     """Return the table of two evaluations of a run: teacher, student before, student after.
 
@@ -113,10 +111,6 @@ def outcome_table(
         for name, shown_name in environments.items():
             if f"eval/{metric}/{name}" in after:
                 add_score(metric, f"  {shown_name}", f"/{name}")
-        for temperature in temperatures:
-            add_score(metric, f"  at T = {temperature:g}", f"/T={temperature:g}")
-    for temperature in temperatures:
-        add_score("self_bleu", f"Self-BLEU at T = {temperature:g}", f"/T={temperature:g}")
     for name, title in counts_in([after]).items():
         counts = (before.get(f"teacher/{name}"), before.get(f"eval/{name}"))
         table.add_row(title, *map(decimal, (*counts, after[f"eval/{name}"])))

@@ -1,7 +1,6 @@
 """Compare the finished runs of a study: numbers, a Markdown table and the figures."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 
 from prime_composer.cli.formatting import MISSING, number, percent, score
 from prime_composer.cli.report import console, label, new_figure, print_table
-from prime_composer.cli.study_file import EVALUATED, Run, StudyConfig, is_finished
+from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
 
@@ -22,16 +21,12 @@ Series = Sequence[Mapping[str, int | float]]
 Results = Mapping[str, Any]
 """The contents of ``results.json``."""
 
-SELF_BLEU = "self_bleu"
-"""Metric of answers to one problem: 1 where all are the same."""
-
 
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     """Write results.json, table.md and study.png beside the runs, and print the table.
 
     The figure is of the ends where there is a grid, or no evaluation between start and end.
-    A terminal shows it as a table, a log as the Markdown of table.md. Where the runs sampled at
-    temperatures, diversity.png has the scores against Self-BLEU.
+    A terminal shows it as a table, a log as the Markdown of table.md.
     """
     folder = runs[0].run_dir.parent
     results, combinations, grid = compare(study, runs), list(study.combinations), list(study.grid)
@@ -39,20 +34,16 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     numbers.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     table = as_table(results)
     markdown.write_text(table, encoding="utf-8")
-    figures = [str(figure)]
     if grid or not evaluates_between(results):
         draw_grid(results, combinations, grid or ["variant"], figure)
     else:
         draw(results, figure)
-    if any(result["temperatures"] for result in results["variants"].values()):
-        draw_diversity(results, combinations, grid, folder / "diversity.png")
-        figures.append(str(folder / "diversity.png"))
     if (screen := console()).is_terminal:
         print_table(screen, *rows_of(results))
         print("\n".join(starts_of(results)), end="\n\n")
     else:
         print(f"\n{table}")
-    print(f"figures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
+    print(f"figure: {figure}\nnumbers: {numbers}, {markdown}")
 
 
 def in_short(run: Run) -> str:
@@ -80,18 +71,6 @@ def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def sampled(run: Run) -> dict[str, dict[str, float]]:
-    """Read what the run's last evaluation measured: temperature, as it is written there -> name of
-    the score, or "self_bleu" -> value."""
-    values: dict[str, dict[str, float]] = {}
-    evaluated = [record for record in read_metrics(run.first) if EVALUATED in record]
-    for key, value in evaluated[-1].items() if evaluated else ():
-        found = re.fullmatch(r"eval/(\w+)/T=(.+)", key)
-        if found and found[1] in (*SCORES, SELF_BLEU):
-            values.setdefault(found[2], {})[found[1]] = value
-    return values
-
-
 def compare(study: StudyConfig, runs: Sequence[Run]) -> Results:
     """Return the contents of ``results.json``: the series of finished runs, and over the seeds."""
     variants = {}
@@ -99,7 +78,6 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> Results:
         repeats = [run for run in runs if run.variant == variant]
         finished = [run for run in repeats if is_finished(run)]
         by_seed = {str(run.seed): measured(run) for run in finished}
-        by_temperature = [sampled(run) for run in finished]
         start = read_metrics(finished[0].first)[0] if finished else {}
         variants[variant] = {
             "overrides": list(items),
@@ -112,13 +90,6 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> Results:
             "over_seeds": {
                 name: list(over_seeds([series[name] for series in by_seed.values()]))
                 for name in QUANTITIES
-            },
-            "temperatures": {
-                temperature: {
-                    name: sum(one[temperature][name] for one in by_temperature) / len(finished)
-                    for name in names
-                }
-                for temperature, names in (by_temperature[0] if finished else {}).items()
             },
         }
     return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
@@ -329,40 +300,6 @@ def draw_grid(
             )
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
         label_of(axes, QUANTITIES[measure], grid[-1])
-    save(figure, panels[0], output)
-
-
-def draw_diversity(
-    results: Results, combinations: Sequence[tuple[str, ...]], grid: Sequence[str], output: Path
-) -> None:
-    """Draw the score of sampled answers against their Self-BLEU: a point per temperature.
-
-    A line is a variant. In a grid, each combination of all axes but the last has a panel of its
-    own, and a line is a name of the last axis. Means over the seeds.
-    """
-    groups, names = groups_and_names(combinations)
-    figure, panels = new_panels(len(groups), sharex=True, sharey=True)
-    colors = colors_for(len(names))
-    for axes, group in zip(panels, groups, strict=True):
-        for index, name in enumerate(names):
-            points = results["variants"]["-".join((*group, name))]["temperatures"]
-            for metric in SCORES:
-                ordered = sorted(
-                    (float(temperature), values[SELF_BLEU], values[metric])
-                    for temperature, values in points.items()
-                    if metric in values
-                )
-                if not ordered:
-                    continue
-                temperatures, repeated, scores = zip(*ordered, strict=True)
-                axes.plot(repeated, scores, "o-", markersize=4, color=colors(index), label=name)
-                for place in (0, -1):
-                    text = f"T = {temperatures[place]:g}"
-                    axes.annotate(text, (repeated[place], scores[place]), fontsize=6)
-                axes.set_ylabel(f"{TITLES[metric]}, share")
-        axes.set_title(title_of(grid, group))
-        axes.set_xlabel("Self-BLEU, 1: all answers to a problem are the same")
-        axes.grid(alpha=0.3)
     save(figure, panels[0], output)
 
 

@@ -1,4 +1,4 @@
-"""Measure held-out problems: greedy answers, and divergences and diversity of sampled ones."""
+"""Measure held-out problems: greedy answers, and divergences of sampled ones."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
-from prime_composer.problems.metrics import self_bleu, total_score
+from prime_composer.problems.metrics import total_score
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
 from prime_composer.samplers.registry import open_sampler
@@ -116,8 +116,7 @@ class Evaluator:
         replace ``eval/accuracy``. Environments of both kinds give both, each over its own problems.
         Where there are several environments, accuracy and reverse KL of each are added as
         ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. Of tasks of environments by id,
-        ``eval/turns`` and ``eval/tool_calls`` are means per rollout. With ``temperatures``, see
-        ``_sampled``.
+        ``eval/turns`` and ``eval/tool_calls`` are means per rollout.
 
         Divergences are means over the N tokens of rollouts sampled from the current student at
         temperature 1 and top-p 1, in nats:
@@ -140,8 +139,6 @@ class Evaluator:
         if self.engine.environments is not None:
             failed = sum(math.isnan(one.reward) for one in graded)
             measured["eval/failed"] = failed / len(graded)
-        for temperature in self.config.temperatures:
-            measured |= self._sampled(problems, temperature)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums = self._divergence_sums(self.engine.teachers, problems)
@@ -274,32 +271,6 @@ class Evaluator:
         if config.graded:
             return replace(answer, score=reward, metric=config.metric)
         return replace(answer, correct=bool(reward) if config.scored else None)
-
-    def _sampled(self, problems: Sequence[Problem], temperature: float) -> dict[str, float]:
-        """Return quality and diversity of several answers per problem at a temperature.
-
-        Tasks of environments by id are left out.
-
-        ``eval/accuracy/T=0.5``, or a graded metric's, is the score of all answers.
-        ``eval/self_bleu/T=0.5`` is the mean over the problems of their answers' Self-BLEU: 1 where
-        all answers to a problem are the same.
-        """
-        params = SamplingParams(
-            n=self.config.samples, temperature=temperature, max_tokens=self.max_tokens
-        )
-        problems = [*parts_of(problems).problems.values()]
-        if not problems:
-            return {}
-        prompts = [self.problems.prompt(problem) for problem in problems]
-        rollouts = self.engine.sampler.generate(prompts, params, seed=EVALUATION_SEED)
-        graded = self._graded(rollouts, [problems[rollout.prompt_index] for rollout in rollouts])
-        answers: dict[int, list[str]] = {}
-        for rollout, one in zip(rollouts, graded, strict=True):
-            answers.setdefault(rollout.prompt_index, []).append(one.text)
-        suffix = f"T={temperature:g}"
-        measured = self._overall("eval", graded)
-        measured["eval/self_bleu"] = sum(map(self_bleu, answers.values())) / len(answers)
-        return {f"{name}/{suffix}": value for name, value in measured.items()}
 
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""

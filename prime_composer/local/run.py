@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.local.ahead.batches import Batches, Weights
-from prime_composer.local.ahead.pipeline import Ahead
-from prime_composer.local.ahead.stored import batch_state
+from prime_composer.local.ahead import Ahead, Weights
 from prime_composer.local.answers import Answer, Answerer, write_answers
-from prime_composer.local.collect import Clock
+from prime_composer.local.collect import Clock, Collected, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.health import (
@@ -34,12 +32,7 @@ from prime_composer.local.run_dir.checkpoint import (
 )
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.run_dir.outcome import Outcome, RunStopped
-from prime_composer.local.run_dir.room import (
-    bytes_ahead,
-    checkpoint_bytes,
-    checkpoints_at_once,
-    is_due,
-)
+from prime_composer.local.run_dir.room import checkpoint_bytes, checkpoints_at_once, is_due
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
@@ -87,8 +80,7 @@ class Run:
         tracker: logs the steps.
         stop: whether a signal asked the run to stop.
         evaluations: step -> what was measured after it.
-        batches: collects the batch of a step.
-        ahead: does it before the step; None where each batch is collected in its step.
+        ahead: collects a batch before its step; None where each is collected in its step.
         clock: measures the step under way.
         metrics: of the batch of the step under way.
         abandoned: a step was given up, because a signal came while it waited for a server.
@@ -107,7 +99,6 @@ class Run:
     tracker: Tracker
     stop: StopRequest
     evaluations: dict[int, dict[str, float]]
-    batches: Batches = field(init=False)
     ahead: Ahead | None = None
     clock: Clock = field(default_factory=Clock)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -117,12 +108,10 @@ class Run:
 
     def __post_init__(self) -> None:
         recipe, engine, rollout = self.recipe, self.engine, self.recipe.rollout
-        place = None if self.island is None else self.island.place
-        self.batches = Batches(engine, recipe.trainer, rollout, recipe.replay, self.watch, place)
         if rollout.ahead:
             self.ahead = Ahead(
                 *(rollout.ahead, recipe.trainer.steps, engine.model, engine.sampler),
-                *(self.batches.collect, self.stop),
+                *(self.collect_by, self.stop),
             )
 
     def steps(self) -> Iterator[int]:
@@ -147,13 +136,28 @@ class Run:
         """Return the batch of a step: collected now, or ahead by an earlier step's weights."""
         if self.ahead is None:
             now = Weights(self.student.steps, self.student.model)
-            collected = self.batches.collect(step, now, self.clock)
+            collected = self.collect_by(step, now, self.clock)
         else:
             with self.clock.phase("wait"):
                 collected = self.ahead.take(step)
             self.clock.add(collected.seconds)
         self.metrics = collected.metrics
         return collected.batch
+
+    def collect_by(self, step: int, weights: Weights, clock: Clock) -> Collected:
+        """Return the batch of a step, sampled by the weights that the sampler has.
+
+        Who is due or was lost is checked after the batch is scored and before it trains. A teacher
+        that was exchanged while it scored this batch is seen as well.
+        """
+        engine, recipe = replace(self.engine, model=weights.model), self.recipe
+        island = None if self.island is None else self.island.place
+        tables = recipe.trainer, recipe.rollout, recipe.replay
+        collector = Collector(engine, *tables, clock, island=island)
+        batch = collector.collect(step)
+        with clock.phase("checks"):
+            self.watch.check(weights.step, student=weights.model)
+        return Collected(batch, collector.metrics, clock.laps)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
@@ -343,8 +347,6 @@ class Run:
         state = self.student.state_dict()
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
-        if self.ahead is not None:
-            state["ahead"] = self.ahead.state_dict(step, batch_state)
         if self.island is not None:
             state["islands"] = self.island.state_dict()
         model, tokenizer = self.engine.stored, self.engine.problems.tokenizer
@@ -434,8 +436,7 @@ def open_run(
         resumed = None if resume is None else resume.step
         check_room(
             run_dir,
-            checkpoint_bytes(engine)
-            + bytes_ahead(engine, recipe.rollout, recipe.trainer.batch_size),
+            checkpoint_bytes(engine),
             checkpoints_at_once(recipe.checkpoint, student.steps, recipe.trainer.steps),
             resumed,
         )
@@ -470,8 +471,6 @@ def open_run(
             )
             with closing(run):
                 run.measure_at_start()
-                if resume is not None and run.ahead is not None:
-                    run.ahead.load_state_dict(stored["ahead"], run.batches.of_state)
                 if island is not None:
                     island.begin()
                     run.measure_left()

@@ -1,7 +1,7 @@
 """Grade answers by the metrics of the field: the reward of one, the value of many, a signature.
 
 The libraries are imported when they are needed: rouge-score for ``rouge2`` and ``rougeL``,
-sacrebleu for ``bleu``, ``chrf`` and Self-BLEU. All values are shares of 1: a BLEU of 27.3 is 0.273.
+sacrebleu for ``bleu`` and ``chrf``. All values are shares of 1: a BLEU of 27.3 is 0.273.
 """
 
 import math
@@ -79,28 +79,6 @@ def total_score(
     return _share(score / 100, metric, f"{len(texts)} answers")
 
 
-def self_bleu(texts: Sequence[str]) -> float:
-    """Return Self-BLEU of several answers to one prompt: 1 where all are the same.
-
-    It is the mean BLEU of each answer, with the others as its references (Zhu et al., "Texygen",
-    2018, https://arxiv.org/abs/1802.01886), by sacrebleu's sentence BLEU.
-
-    Args:
-        texts: at least two.
-
-    Raises:
-        ValueError: sacrebleu is missing.
-    """
-    scorer = _sacrebleu("bleu", of_sentences=True)
-    scores = []
-    for index, text in enumerate(texts):
-        others = [*texts[:index], *texts[index + 1 :]]
-        # Two empty answers are the same, and BLEU has no n-gram to count.
-        same = not text.strip() and not "".join(others).strip()
-        scores.append(100.0 if same else scorer.sentence_score(text, others).score)
-    return _share(sum(scores) / len(scores) / 100, "self_bleu", f"{len(texts)} answers")
-
-
 def signature(metric: str) -> str | None:
     """Return what a number of a graded metric has to be published with, None for another metric.
 
@@ -126,20 +104,12 @@ def signatures_of(sources: Iterable[DataConfig]) -> dict[str, str]:
     return {metric: text for metric, text in named.items() if text is not None}
 
 
-def require_library(metric: str, wanted_by: str | None = None) -> None:
-    """Check that the library of a metric is installed.
-
-    Args:
-        metric: the metric.
-        wanted_by: the setting that needs it, where that is not ``metric`` itself.
-
-    Raises:
-        ValueError: it is not; the message has the pip line.
-    """
+def require_library(metric: str) -> None:
+    """Refuse a metric whose library is not installed, with the pip line."""
     library = LIBRARIES.get(metric)
     if library is not None and find_spec(library) is None:
-        setting = wanted_by or f'[data] metric = "{metric}"'
-        raise ValueError(f"{setting} needs {library.replace('_', '-')}: {pip_install('metrics')}")
+        name = library.replace("_", "-")
+        raise ValueError(f'[data] metric = "{metric}" needs {name}: {pip_install("metrics")}')
 
 
 def _share(value: float, metric: str, text: str) -> float:

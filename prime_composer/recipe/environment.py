@@ -193,12 +193,11 @@ def comparable_metrics(
     metrics: dict[str, None] = {}
     evaluated = {name: source for name, source in sources.items() if source.evaluates}
     for name, source in evaluated.items():
-        own, sampled = ["eval/accuracy"], []
+        own = ["eval/accuracy"]
         if isinstance(source, DataConfig):
             own = [f"eval/{source.score_name}"] if source.scored else []
-            sampled = [f"{score}/T={one:g}" for score in own for one in evaluation.temperatures]
         own += ["eval/reverse_kl"] if has_kl and evaluation.kl_size else []
-        metrics |= dict.fromkeys([*own, *sampled])
+        metrics |= dict.fromkeys(own)
         if len(sources) > 1:
             metrics |= dict.fromkeys(f"{metric}/{name}" for metric in own)
     more = ["eval/forward_kl"] if "eval/reverse_kl" in metrics else []

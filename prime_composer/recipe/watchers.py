@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge, Le
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.carried import CARRIED, not_carried
@@ -38,34 +37,10 @@ class EvalConfig(Table):
     64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
     20, and a tail bucket; `eval/kl_ids` and the report say how many."""
 
-    temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
-        default=(),
-        json_schema_extra=not_carried("prime-rl evaluates at one temperature", harmless=((),)),
-    )
-    """Also sample ``samples`` answers to each problem at these temperatures: the metric's score as
-    ``eval/METRIC/T=0.5``, and Self-BLEU as ``eval/self_bleu/T=0.5``. Needs sacrebleu."""
-
-    samples: int = Field(
-        default=4,
-        ge=2,
-        le=LARGEST_BATCH,
-        json_schema_extra=not_carried("prime-rl evaluates at one temperature"),
-    )
-    """Answers per problem and temperature, where there are ``temperatures``."""
-
     @property
     def largest(self) -> int:
         """How many held-out problems an evaluation asks at most."""
         return max(self.size, self.kl_size)
-
-    @model_validator(mode="after")
-    def _check_temperatures(self) -> "EvalConfig":
-        shown = [f"{temperature:g}" for temperature in self.temperatures]
-        if len(set(shown)) < len(shown):
-            raise ValueError(
-                f"temperatures = [{', '.join(shown)}] has one twice, up to six digits: leave it out"
-            )
-        return self
 
 
 class UntilConfig(Table):

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, NoTables, Room, all_rows
 from prime_composer.scoring.head import DTYPES_BY_NAME, head_dtype_of
-from prime_composer.scoring.kinds import KINDS, register_named
+from prime_composer.scoring.kinds import KINDS
 from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
 from prime_composer.scoring.requests import (
     BadRequest,
@@ -96,7 +96,6 @@ class ScoringEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts."""
         register()
-        register_named()
         config = engine_client.vllm_config
         if getattr(config, "use_v2_model_runner", False):
             raise ValueError(

@@ -2,17 +2,11 @@
 
 A kind is one object, which both sides have. It says which parameters a request has for it, checks
 them, computes its arrays from rows of hidden states, says how large they are, and makes ``Scores``
-of them. Wire, endpoint, worker, clients and hosts know kinds by these methods alone.
-
-A kind of one's own is an object in a module of one's own, "my_package.my_module:KIND". A server
-has it where ``PRIME_COMPOSER_KINDS`` names it, and a client gets the object:
-``ServerScorer(kind=...)`` on one machine, the adapter's setting ``scores`` inside prime-rl. It
-writes no other file.
+of them. Wire, endpoint and worker know kinds by these methods alone.
 """
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -34,11 +28,6 @@ from prime_composer.scoring.wire import (
     decode_ids,
     encode_ids,
 )
-from prime_composer.tables import named_module
-
-VARIABLE = "PRIME_COMPOSER_KINDS"
-"""Environment variable of a server: kinds from outside the package as "module:object", with commas
-between them. Each process of the server imports their modules."""
 
 Arrays = Mapping[str, NDArray[Any]]
 """Name -> [n] or [n, columns]. Half precision comes as the numbers' bits (``wire.DTYPES``)."""
@@ -119,7 +108,7 @@ class Kind(ABC):
 
     Attributes:
         name: on the wire, and at the beginning of its arrays' names.
-        reads_parameters: from ``SequenceRequest.parameters``. The package's own kinds have fields
+        reads_parameters: from ``SequenceRequest.parameters``. The kinds of this file have fields
             of their own in a request, or no parameters.
     """
 
@@ -213,26 +202,8 @@ class SupportKind(Kind):
     in_json: ClassVar[bool] = False
 
     @abstractmethod
-    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
-        """Return what to ask for a sequence.
-
-        Args:
-            token_ids: the sequence.
-            start: position of the first token that is scored; row i is for token start + i.
-            k: ids per row that the loss compares, at least 1.
-        """
-
-    @abstractmethod
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
-        """Return the scores. Whoever asked checks them.
-
-        A row without a known id counts as a token that no teacher has scored.
-
-        Args:
-            arrays: this kind's, of the names, shapes and dtypes of ``fields``, and ``sampled``.
-            request: what was asked.
-            start: of the scores.
-        """
+        """Return the scores of this kind's arrays and ``sampled``. Whoever asked checks them."""
 
 
 class Sampled(WithoutParameters, SupportKind):
@@ -250,10 +221,6 @@ class Sampled(WithoutParameters, SupportKind):
         """Gather the logits of the next tokens."""
         own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
         return {"sampled": own.squeeze(-1)}
-
-    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
-        """Ask for the sampled tokens alone."""
-        return KindRequest(self.name)
 
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
         """Return scores with an empty support."""
@@ -294,7 +261,7 @@ class TopK(SupportKind):
         """K is a field of the request."""
         score_request.k = request.k
 
-    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
+    def of(self, k: int) -> KindRequest:
         """Ask for K ids."""
         return KindRequest(self.name, k)
 
@@ -344,10 +311,6 @@ class Given(SupportKind):
         assert ids is not None
         sequence.given = encode_ids(ids)
 
-    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
-        """Refuse: nobody has chosen ids."""
-        raise TypeError("the ids are the caller's choice: `of`")
-
     def of(self, ids: Int[Tensor, "n k"]) -> KindRequest:
         """Ask for ids."""
         # NumPy converts in this thread, while torch's threads have other work.
@@ -386,38 +349,7 @@ class Hidden(WithoutParameters):
 SAMPLED, TOP_K, GIVEN, HIDDEN = Sampled(), TopK(), Given(), Hidden()
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HIDDEN)}
-"""What a server can answer, by name: the package's own kinds, and those of ``register_named``."""
-
-
-def register_named() -> None:
-    """Add the kinds that ``VARIABLE`` names to ``KINDS``. Twice is harmless."""
-    for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
-        kind = named_kind(name, f"{VARIABLE}={name!r}")
-        if KINDS.setdefault(kind.name, kind) is not kind:
-            raise ValueError(
-                f"{VARIABLE}={name!r}: there is another kind {kind.name!r}; give it another name"
-            )
-
-
-def named_kind(name: str, what: str) -> SupportKind:
-    """Return the kind that is named as "module:object".
-
-    Args:
-        name: its name.
-        what: begins messages.
-
-    Raises:
-        ValueError: there is none.
-    """
-    form = "name a kind of scores as 'my_package.my_module:KIND'"
-    module, attribute = named_module(name, what, form)
-    kind = getattr(module, attribute, None)
-    if not isinstance(kind, SupportKind):
-        raise ValueError(
-            f"{what}: {attribute!r} is no object of a subclass of {__name__}.SupportKind in "
-            f"{module.__name__!r}"
-        )
-    return kind
+"""What a server can answer, by name: these, and ``student_candidates`` once it is registered."""
 
 
 def row_bytes(requests: Iterable[tuple[Kind, int]], facts: Facts) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from prime_composer.lm_head import head_logits
 from prime_composer.scoring.head import read_head
-from prime_composer.scoring.kinds import register_named
 from prime_composer.scoring.pair_tables import take_tables
 from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import NAME
@@ -229,7 +228,6 @@ LAYOUTS = (
 def install() -> None:
     """Patch the modules of vLLM that are loaded, others once they are. Twice is harmless."""
     register()
-    register_named()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:
             patch(sys.modules[name])

@@ -26,7 +26,6 @@ from prime_composer.scoring.kinds import (
     HIDDEN,
     SAMPLED,
     TOP_K,
-    VARIABLE,
     Kind,
     KindRequest,
     SupportKind,
@@ -168,6 +167,11 @@ def knows(scorer: object, kind: Kind) -> bool:
     return asked is not None and bool(asked(kind))
 
 
+def kind_of(by_student: bool) -> SupportKind:
+    """Return the kind that gives a support, of the teacher's choice or of the student's."""
+    return GIVEN if by_student else TOP_K
+
+
 class TeacherClient:
     """Asks one served teacher for scores.
 
@@ -175,7 +179,6 @@ class TeacherClient:
         transport: sends the requests.
         model: the name that the server knows its model by.
         known: of its plugin. Clients of one server may share it.
-        kind: what it is asked for where the loss compares a support that the caller has not chosen.
 
     Attributes:
         version: of the plugin. A server of another one is refused.
@@ -183,17 +186,10 @@ class TeacherClient:
 
     version = VERSION
 
-    def __init__(
-        self,
-        transport: Transport,
-        model: str,
-        known: Known | None = None,
-        kind: SupportKind = TOP_K,
-    ):
+    def __init__(self, transport: Transport, model: str, known: Known | None = None):
         self.known = known or Known()
         self._transport = transport
         self._model = model
-        self._kind = kind
 
     @property
     def facts(self) -> Facts | None:
@@ -245,12 +241,6 @@ class TeacherClient:
                 "start it as it was, or start a new run."
             )
 
-    def kind_of(self, k: int, by_student: bool) -> SupportKind:
-        """Return the kind that gives a support of K ids."""
-        if by_student:
-            return GIVEN
-        return self._kind if k else TOP_K
-
     def check_can(self, kind: SupportKind, hidden: bool, *, binary: bool = True) -> None:
         """Check that the server has what only a plugin gives."""
         what = "hidden states" if hidden else kind.what
@@ -260,11 +250,6 @@ class TeacherClient:
                     f"{self._transport.origin} has no scoring plugin, which {what} need; start it "
                     'with prime-composer teacher, or set k to a number and chosen_by = "teacher".'
                 )
-        elif kind.name not in self.facts.kinds:
-            raise self._transport.error(
-                f"{self._transport.origin} does not know the kind of scores {kind.name!r} (it has "
-                f"{', '.join(self.facts.kinds)}): start it with {VARIABLE} naming it."
-            )
 
     async def score(
         self,
@@ -293,11 +278,11 @@ class TeacherClient:
             Exception: the transport's error. The server is gone, refuses, has no plugin where one
                 is needed, or serves another model.
         """
-        kind = self.kind_of(k, candidates is not None)
+        kind = kind_of(candidates is not None)
         self.check_can(kind, head is not None, binary=binary)
         if binary and self.facts is not None:
             if candidates is None:
-                request = kind.request(sequence.token_ids, sequence.start, asked_for(k))
+                request = TOP_K.of(asked_for(k))
             else:
                 request = GIVEN.of(candidates)
             asked = Asked(kind, request, head)
@@ -408,7 +393,7 @@ class TeacherClient:
         """Return the size of the plugin's arrays; 0 without the plugin."""
         if self.facts is None:
             return 0
-        own = self.kind_of(k, by_student), k if by_student else asked_for(k)
+        own = kind_of(by_student), k if by_student else asked_for(k)
         kinds: list[tuple[Kind, int]] = [(SAMPLED, 0), own, *[(HIDDEN, 0)] * hidden]
         return self._checked_size(rows, kinds, self.facts)
 

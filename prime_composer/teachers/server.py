@@ -20,8 +20,8 @@ from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.samplers.server import ServerSampler
-from prime_composer.scoring.kinds import TOP_K, Kind, SupportKind
-from prime_composer.teachers.client import Beside, TeacherClient
+from prime_composer.scoring.kinds import Kind
+from prime_composer.teachers.client import Beside, TeacherClient, kind_of
 from prime_composer.teachers.served_head import ServedHead
 
 T = TypeVar("T")
@@ -35,7 +35,6 @@ class ServerScorer(Server):
         head: folder of a checkpoint whose output head is read instead of the server's. It has to be
             the same.
         eos_token_ids: ids that end what ``sampler`` writes; None: the server's own EOS.
-        kind: what is asked for a support that the caller has not chosen.
     """
 
     _head: TeacherHead | None
@@ -50,14 +49,13 @@ class ServerScorer(Server):
         heads: Path | None = None,
         head: Path | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        kind: SupportKind = TOP_K,
         **connection: Unpack[ConnectionOptions],
     ):
         self._heads, self._head_files, self._head = heads, head, None
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._asked_at: int | None = None
         super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
-        self._client = TeacherClient(self, self.model, kind=kind)
+        self._client = TeacherClient(self, self.model)
         self._open_sampler = partial(
             ServerSampler,
             url,
@@ -136,7 +134,7 @@ class ServerScorer(Server):
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
         client = self.client if binary else self._client
-        client.check_can(client.kind_of(k, candidate_ids is not None), hidden, binary=binary)
+        client.check_can(kind_of(candidate_ids is not None), hidden, binary=binary)
         head = self._teacher_head() if hidden else None
         chosen: Sequence[Tensor | None] = candidate_ids or [None] * len(sequences)
         more: Sequence[Beside | None] = beside or [None] * len(sequences)

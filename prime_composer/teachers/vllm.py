@@ -23,7 +23,6 @@ from prime_composer.scoring.head import Head, find_head
 from prime_composer.scoring.kinds import (
     GIVEN,
     HIDDEN,
-    KINDS,
     SAMPLED,
     TOP_K,
     KindRequest,
@@ -39,9 +38,7 @@ class VLLMScorer:
     ``max_logprobs`` must be at least the K of the requests.
     """
 
-    def __init__(self, model: str | Path, *, kind: SupportKind = TOP_K, **arguments: Any):
-        KINDS.setdefault(kind.name, kind)
-        self._kind = kind
+    def __init__(self, model: str | Path, **arguments: Any):
         self._engine = VLLMEngine(model, **arguments)
         self.head_dtype = self._engine.head_dtype
 
@@ -78,15 +75,12 @@ class VLLMScorer:
             return []
         check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
         kind: SupportKind = SAMPLED
-        if k:
-            kind = self._kind if candidate_ids is None else GIVEN
+        asked = [KindRequest(SAMPLED.name)] * len(sequences)
+        if k and candidate_ids is not None:
+            kind, asked = GIVEN, [GIVEN.of(ids) for ids in candidate_ids]
+        elif k:
+            kind, asked = TOP_K, [TOP_K.of(k)] * len(sequences)
         beside = [one for one in (SAMPLED, *[HIDDEN] * hidden) if one is not kind]
-        asked = [
-            GIVEN.of(candidate_ids[index])
-            if k and candidate_ids is not None
-            else kind.request(sequence.token_ids, sequence.start, k)
-            for index, sequence in enumerate(sequences)
-        ]
         new_params = engine._vllm.SamplingParams  # which looks the name up at each access
         requests = [
             new_params(

@@ -13,8 +13,6 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         and prime-rl's own rl loss trains the same tokens (v0.7 on)
     {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
                                         and the trainer asks the teachers, not the orchestrator
-    {"loss": {...}, "scores": "my_package.my_module:KIND"}
-                                        and the teachers are asked for a kind of scores of one's own
     {"loss": {...}, "teacher_tokenizers": {"NAME": "DIRECTORY"}, "student_tokenizer": "DIRECTORY"}
                                         and the teacher that is served as NAME has its own tokenizer
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
@@ -42,6 +40,7 @@ from pydantic import (
     model_validator,
 )
 
+from prime_composer.removed import REMOVED
 from prime_composer.tables import Table, nearest
 
 SWITCH = "PRIME_COMPOSER"
@@ -134,10 +133,6 @@ class AdapterSettings(Table):
     ``model``, ``weight``, and maybe ``api_key_var``. The launcher reads them in the orchestrator's
     config."""
 
-    scores: str | None = None
-    """Kind of scores that the teachers are asked for, as "module:object" (``scoring.kinds``). None:
-    their most probable ids."""
-
     teacher_tokenizers: dict[str, str] | None = None
     """Teachers with tokenizers of their own: the name that a teacher is served by -> directory or
     hub id of its tokenizer. All others have the student's."""
@@ -181,7 +176,7 @@ class AdapterSettings(Table):
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
         values = self.model_dump(mode="json")
-        for key in ("scores", TOKENIZERS_KEY, "student_tokenizer", "seq_len"):
+        for key in (TOKENIZERS_KEY, "student_tokenizer", "seq_len"):
             if values[key] is None:  # older versions of the adapter do not know the key
                 del values[key]
         return {SWITCH: json.dumps(values)}
@@ -204,11 +199,6 @@ class AdapterSettings(Table):
             raise ValueError(
                 f'{SWITCH}: rewards = "beside" is for a loss that reads a teacher and no rewards, '
                 f"and {loss.type!r} is none. Leave rewards out."
-            )
-        if self.scores is not None and not wire_support_size(loss):
-            raise ValueError(
-                f"{SWITCH}: scores = {self.scores!r} is for a loss that compares a support of K "
-                f"ids, and {loss.type!r} is none. Leave scores out."
             )
         asked_by = self.asked_by
         if loss.reads_hidden_states:
@@ -244,10 +234,6 @@ class AdapterSettings(Table):
                 f"{own} has no score of some tokens, and [{SECTION}] type = {loss.type!r} reads "
                 "rewards and a teacher for each of them: use a loss of the teacher alone."
             )
-        if self.scores is not None:
-            raise ValueError(
-                f"{own} is asked for its most probable ids: leave scores = {self.scores!r} out."
-            )
         if self.teachers_mixed:
             raise ValueError(
                 f"{own} has ids without a probability, which are missing from a mixture: route "
@@ -266,13 +252,6 @@ class AdapterSettings(Table):
     def trainer_asks(self) -> bool:
         """Whether the trainer asks the teachers, and the orchestrator asks none."""
         return self.asked_by == "trainer"
-
-    def kind(self) -> Any:
-        """Return the kind of scores that the teachers are asked for."""
-        from prime_composer.scoring.kinds import TOP_K, named_kind
-
-        name = self.scores
-        return TOP_K if name is None else named_kind(name, f"{SWITCH}: scores = {name!r}")
 
     def support_size(self) -> int:
         """Return K for the orchestrator's requests; 0 where the loss has no support."""
@@ -359,6 +338,8 @@ def _read(value: str) -> AdapterSettings:
     given = _of_file(Path(value[1:])) if value.startswith("@") else _object(value)
     known = AdapterSettings.model_fields
     for key in given:
+        if instead := REMOVED.get(f"{SWITCH}.{key}"):
+            raise ValueError(f"{SWITCH}: {key} was removed: {instead}")
         if key not in known:
             near = nearest(key, known)
             hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}."

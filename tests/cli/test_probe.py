@@ -13,7 +13,6 @@ import pytest
 
 from prime_composer.cli import probe as command
 from prime_composer.cli.commands import main
-from prime_composer.cli.formatting import MISSING
 from prime_composer.local.probe.run import probe
 from prime_composer.local.run_dir import plan as plan_module
 from tests.command import prime_rl, toml
@@ -90,19 +89,14 @@ def test_models_say_what_a_server_answers_in_binary(
         teacher = {"model": str(folders["teacher"]), "url": server.url}
         done = cli(tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher))
     rows = dict(re.findall(r"^ +(.+?) {3,}(.+?) *$", done.stdout, flags=re.MULTILINE))
-    speeds = rows["tokens per second"]
     if not has_plugin:
         assert rows["scoring plugin"] == "none" and rows["falls back to JSON"] == "every score"
-        assert re.fullmatch(rf"K = 8: {MISSING} in binary, [\d,]+ in JSON", speeds)
         assert "in JSON, several times slower than in binary" in " ".join(done.stdout.split())
         return
     assert rows["scoring plugin"] == "version 1, vLLM 0.32.0"
     assert rows["kinds"] == "sampled, top_k, given, hidden"
     assert re.fullmatch(r"300 x \d+ float32, [0-9a-f]{12}", rows["output head"])
-    assert (
-        re.fullmatch(r"K = 8: [\d,]+ in binary, [\d,]+ in JSON", speeds)
-        and rows["falls back to JSON"] == "nothing"
-    )
+    assert rows["falls back to JSON"] == "nothing"
 
 
 def test_a_failed_check_exits_with_1_and_its_name(cli: Cli, tiny_recipe: Raw) -> None:

@@ -393,14 +393,14 @@ def test_terminal_shows_the_study_as_a_table(
     """Without the bars of Markdown, with the same cells; table.md stays Markdown."""
     over: dict[str, Any] = {name: [] for name in QUANTITIES}
     over["reverse_kl"] = list(over_seeds([[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]))
-    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over, "temperatures": {}}
+    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over}
     variants = {name: {"seeds": {"0": {}, "1": {}}, **result} for name in ("sampled", "tail")}
     monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
     screen = Console(width=100, force_terminal=True, color_system=None)
     monkeypatch.setattr(study_report, "console", lambda: screen)
     (tmp_path / "runs").mkdir()
     study_report.write_report(*load_study(study_file(), str(tmp_path / "runs")))
-    printed = capsys.readouterr().out.partition("figures:")[0]
+    printed = capsys.readouterr().out.partition("figure:")[0]
     assert "|" not in printed and "Before training: reverse KL 0.250." in printed
     rows = [line.split() for line in printed.splitlines()]
     assert "variant seeds reverse KL, nats/token".split() in rows
@@ -420,7 +420,7 @@ def test_figure_is_of_the_ends_where_nothing_is_between(
     figures: list[Any] = []
     over: dict[str, Any] = {name: [] for name in QUANTITIES}
     over["reverse_kl"] = list(over_seeds([[(step, 0.25) for step in steps]]))
-    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over, "temperatures": {}}
+    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over}
     variants = {name: {"seeds": {"0": {}}, **result} for name in VARIANTS}
     monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
     monkeypatch.setattr(study_report, "save", lambda figure, *rest: figures.append(figure))
@@ -507,52 +507,6 @@ def test_a_stopped_or_diverged_study_compares_the_rest(
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
     assert "| tail | 0 of 1 |\n" in (folder / "table.md").read_text()
-
-
-def test_sampled_answers_are_compared_at_each_temperature(
-    study_file: WriteStudy, tmp_path: Path, in_one_process: None
-) -> None:
-    """Means over the seeds of the last evaluation, and a figure of their own."""
-    overrides = [
-        'data={source = "generated", kind = "summary", metric = "rouge2", size = 60}',
-        "trainer.steps=1",
-        "eval.temperatures=[0.3, 0.9]",
-        "eval.samples=2",
-    ]
-    assert main(["study", str(study_file(overrides=overrides))]) == 0
-    folder = tmp_path / "outputs" / "compared"
-    results = json.loads((folder / "results.json").read_text())
-    last = [records_of(folder / f"tail-seed{seed}")[-1] for seed in (0, 1)]
-    assert results["variants"]["tail"]["temperatures"] == {
-        temperature: {
-            name: pytest.approx(sum(r[f"eval/{name}/T={temperature}"] for r in last) / 2)
-            for name in ("rouge2", "self_bleu")
-        }
-        for temperature in ("0.3", "0.9")
-    }
-    assert (folder / "diversity.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_diversity_has_a_panel_for_each_first_name_and_a_line_for_each_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Points go from the lowest temperature to the highest; a variant without runs has none."""
-    figures: list[Any] = []
-    monkeypatch.setattr(study_report, "save", lambda figure, *rest: figures.append(figure))
-    measured = {
-        "0.5": {"rouge2": 0.3, "self_bleu": 0.8},
-        "10": {"rouge2": 0.1, "self_bleu": 0.2},
-        "2": {"rouge2": 0.2, "self_bleu": 0.5},
-    }
-    variants = {name: {"temperatures": {}} for name in ("0-jsd", "0-kl", "1-jsd")}
-    combinations = [("0", "jsd"), ("0", "kl"), ("1", "jsd"), ("1", "kl")]
-    results = {"variants": {**variants, "1-kl": {"temperatures": measured}}}
-    study_report.draw_diversity(results, combinations, ["lambda", "divergence"], tmp_path)
-    first, second = figures[0].axes
-    assert (first.get_title(), first.lines[:]) == ("lambda = 0", [])
-    (line,) = second.lines
-    assert (second.get_title(), line.get_label()) == ("lambda = 1", "kl")
-    assert [list(values) for values in line.get_data()] == [[0.8, 0.5, 0.2], [0.3, 0.2, 0.1]]
 
 
 def test_table_has_mean_and_range_and_skips_missing_values() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from prime_composer.cross_tokenizer.reference import Reference
+from tests.cross_tokenizer.reference import Reference
 from tests.cross_tokenizer.test_target import Toy, toy
 
 

@@ -35,13 +35,7 @@ def differences(run_dir: Path, expected: Path, step: int | None = None) -> list[
     if not steps:
         return [f"{run_dir} has no checkpoint"]
     step = steps[-1] if step is None else step
-    found = []
-    ours, theirs = (
-        [record for record in numbers(folder) if record["step"] <= step]
-        for folder in (run_dir, expected)
-    )
-    if ours != theirs:
-        found.append(f"records up to step {step} differ: {first_difference(ours, theirs)}")
+    found = record_differences(run_dir, expected, step)
     ours, theirs = (
         load_file(checkpoint_of(folder, step) / "model.safetensors")
         for folder in (run_dir, expected)
@@ -57,6 +51,17 @@ def differences(run_dir: Path, expected: Path, step: int | None = None) -> list[
     if name := first_difference(ours, theirs):
         found.append(f"the trainer's state differs: {name}")
     return found
+
+
+def record_differences(run_dir: Path, expected: Path, step: int) -> list[str]:
+    """Return what differs between the records of two runs up to a step."""
+    ours, theirs = (
+        [record for record in numbers(folder) if record["step"] <= step]
+        for folder in (run_dir, expected)
+    )
+    if ours == theirs:
+        return []
+    return [f"records up to step {step} differ: {first_difference(ours, theirs)}"]
 
 
 def first_difference(ours: Any, theirs: Any, name: str = "") -> str | None:

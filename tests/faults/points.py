@@ -18,9 +18,11 @@ with transformers. Each point is then disturbed once per fault:
 
 A disturbed run goes on and ends as the undisturbed one, or ends with one sentence. What ended is
 continued with ``--resume``, or started again where no checkpoint was saved. It ends bit-equal to
-the undisturbed run. A served one may be refused by name first, where the sampler's server has the
-weights of the run that ended, and has to be started again. Nothing outside of run directory and
-cache has changed, and nothing is left in them. The exit status is 1 where any of this is not so.
+the undisturbed run. With batches ahead, which a resume samples anew, it has the same steps, and the
+same records up to its checkpoint. A served one may be refused by name first, where the sampler's
+server has the weights of the run that ended, and has to be started again. Nothing outside of run
+directory and cache has changed, and nothing is left in them. The exit status is 1 where any of this
+is not so.
 """
 
 import argparse
@@ -42,7 +44,7 @@ from typing import Any
 
 from tests.command import toml
 from tests.faults import child
-from tests.faults.compare import differences, steps_of
+from tests.faults.compare import differences, record_differences, steps_of
 from tests.faults.watched import BROKEN, FULL, KILL, NEEDS_ROOM, Plan, read_log
 from tests.fork_server import Fork, ForkServer
 
@@ -278,15 +280,15 @@ class Road:
         """Continue a run, or start it again, with a right disk and right servers."""
         if self.wire is not None:
             self.wire.heal()
-        saved = bool(steps_of(place.run_dir))
-        done = self.run(place, *["--resume"] * saved)
+        saved = steps_of(place.run_dir)[-1:]
+        done = self.run(place, *["--resume"] * bool(saved))
         which = "--resume" if saved else "the second start"
         if wrong := broken_manners(done):
             trial.last, trial.detail = WRONG, f"{which}: {wrong}"
         elif done.status != 0:
             trial.last, trial.detail = REFUSED, done.message
         else:
-            trial.detail = self.differences(place)
+            trial.detail = self.differences(place, *saved[: self.name == "ahead"])
             trial.last = WRONG if trial.detail else RESUMED
 
     def follow_refusal(self, trial: Trial, place: Place) -> None:
@@ -310,14 +312,15 @@ class Road:
             return ""
         return f"the message does not name {named}"
 
-    def differences(self, place: Place) -> str:
-        """Return what differs from the undisturbed run; "" for nothing."""
+    def differences(self, place: Place, last: int = STEPS) -> str:
+        """Return what differs from the undisturbed run, in numbers up to a step; "" for nothing."""
         assert self.whole is not None
-        found = differences(place.run_dir, self.whole.run_dir)
+        runs = place.run_dir, self.whole.run_dir
+        found = differences(*runs) if last == STEPS else record_differences(*runs, last)
         if steps_of(place.run_dir)[-1:] != [STEPS]:
             found.append(f"steps {steps_of(place.run_dir)}")
         found += [LEFT + name for name in place.strangers(self.whole)]
-        if not found and answers_of(place) != answers_of(self.whole):
+        if not found and answers_of(place, last) != answers_of(self.whole, last):
             found.append(ANSWERS_DIFFER)
         return "; ".join(found)
 
@@ -331,11 +334,12 @@ def all_left(differences: str) -> bool:
     return all(one.startswith(LEFT) for one in differences.split("; "))
 
 
-def answers_of(place: Place) -> dict[int, Any]:
-    """Return the answers that a report shows, by step."""
+def answers_of(place: Place, last: int) -> dict[int, Any]:
+    """Return the answers that a report shows, by step, up to the last one."""
     from prime_composer.local.answers import read_answers
 
-    return read_answers(place.run_dir)
+    found = read_answers(place.run_dir)
+    return {step: answers for step, answers in found.items() if step <= last}
 
 
 def broken_manners(done: child.Done) -> str:

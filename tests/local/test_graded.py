@@ -136,27 +136,6 @@ def test_evaluation_of_one_metric_has_its_name_alone() -> None:
     assert measured == {"eval/rouge2": 0.5, "eval/truncated": 0.0}
 
 
-def test_temperatures_measure_quality_and_diversity() -> None:
-    """Four answers each: the score of all of them, and the mean Self-BLEU of the problems."""
-    measuring = evaluator({"sums": SOURCES["sums"], "news": SOURCES["news"]}, temperatures=[0.1, 1])
-    measured = measuring.student()
-    sampler: Any = measuring.engine.sampler
-    assert [(params.temperature, params.n) for params in sampler.asked] == [
-        (0, 1),
-        (0.1, 4),
-        (1, 4),
-    ]
-    for suffix in ("T=0.1", "T=1"):
-        assert measured[f"eval/accuracy/{suffix}"] == 0.75
-        assert measured[f"eval/rouge2/{suffix}"] == 0.75
-        # "####" is four tokens of its own. Each answer finds itself among the others, but one.
-        alone = metrics.self_bleu(SAID["one and one"])
-        assert 0.5 < alone < 1.0
-        value = (alone + metrics.self_bleu(SAID["report"])) / 2
-        assert measured[f"eval/self_bleu/{suffix}"] == pytest.approx(value)
-    assert not any(name.startswith("eval/self_bleu") for name in evaluator().student())
-
-
 def test_reward_of_a_rollout_is_that_of_its_sentence() -> None:
     """Advantages are rewards minus the group's mean, with any rewards."""
     measuring = evaluator()
@@ -212,25 +191,16 @@ def test_report_shows_a_graded_metric_and_its_signature(
     assert "accuracy" not in out and "wrong" not in out
 
 
-def test_outcome_shows_graded_metrics_and_temperatures(
+def test_outcome_shows_graded_metrics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The table at the end of a run has each score, at each temperature, and the signature."""
-    recipe = parse_recipe(summary_recipe(eval={"temperatures": [0.5]}))
-    names = ("eval/rouge2", "eval/rouge2/T=0.5", "eval/self_bleu/T=0.5")
-    evaluations = {
-        0: dict(zip(names, (0.11, 0.12, 0.13), strict=True)) | {"teacher/rouge2": 0.9},
-        4: dict(zip(names, (0.21, 0.22, 0.23), strict=True)),
-    }
+    """The table at the end of a run has each score, and the signature."""
+    recipe = parse_recipe(summary_recipe())
+    evaluations = {0: {"eval/rouge2": 0.11, "teacher/rouge2": 0.9}, 4: {"eval/rouge2": 0.21}}
     print_outcome(evaluations, 4, recipe)
     out = capsys.readouterr().out
     lines = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
-    for name, values in {
-        "ROUGE-2": ("90.0", "11.0", "21.0"),
-        "at T = 0.5": ("12.0", "22.0"),
-        "Self-BLEU at T = 0.5": ("13.0", "23.0"),
-    }.items():
-        assert all(value in lines[name] for value in values)
+    assert all(value in lines["ROUGE-2"] for value in ("90.0", "11.0", "21.0"))
     assert "ROUGE-2 x 100: rouge2|fmeasure|stemmer:no|version:rouge-score-" in out
 
 
@@ -269,34 +239,23 @@ def test_old_key_is_refused_with_the_new_one() -> None:
         parse_recipe(raw)
 
 
-def test_temperatures_that_are_the_same_are_refused() -> None:
-    """Their metrics would have one name."""
-    raw = summary_recipe(eval={"temperatures": [0.5, 0.50000001]})
-    with pytest.raises(RecipeError, match=r"eval: temperatures = \[0.5, 0.5\] has one twice"):
-        parse_recipe(raw)
-
-
 def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known before anything is prepared: the metric's library, and Self-BLEU's."""
+    """Known before anything is prepared."""
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     monkeypatch.setattr(plan_module, "find_spec", lambda name: True)
     recipe = parse_recipe(summary_recipe())
     with pytest.raises(ValueError, match=r'metric = "rouge2" needs rouge-score: pip install'):
-        plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
-    raw = summary_recipe(data={}, eval={"temperatures": [1.0]})
-    recipe = parse_recipe(raw)
-    with pytest.raises(ValueError, match=r"\[eval\] temperatures needs sacrebleu: pip install"):
         plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
 
 
 def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:
     """A whole run: rewards between 0 and 1, scores of teacher and student, and the signature."""
     data = {"size": 60, "kind": "summary", "metric": "chrf"}
-    raw = tiny_recipe(trainer__steps=1, data=data, eval__temperatures=[0.5], eval__samples=2)
+    raw = tiny_recipe(trainer__steps=1, data=data)
     run(raw, tmp_path)
     before, after = read_metrics(tmp_path)
-    names = {"eval/chrf", "eval/chrf/T=0.5", "eval/self_bleu/T=0.5"}
-    assert {*names, "teacher/chrf"} <= before.keys() and {*names, "rollout/reward"} <= after.keys()
+    assert {"eval/chrf", "teacher/chrf"} <= before.keys()
+    assert {"eval/chrf", "rollout/reward"} <= after.keys()
     assert not {"eval/accuracy", "teacher/accuracy"} & before.keys()
     assert 0 < after["rollout/reward"] < 1
     assert read_signatures(tmp_path)["chrf"].startswith("chrF2|nrefs:1|")

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.cli.probe import tokenizers_table
 from prime_composer.local.probe.report import TokenizerPairFacts
 from prime_composer.local.probe.run import probe
-from prime_composer.local.probe.tokenizers import AskedRows, pair_facts
+from prime_composer.local.probe.tokenizers import pair_facts
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -18,15 +17,13 @@ from prime_composer.step.batch import Sample
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.teachers.own import STUDENT, TEACHER, own_recipe, rollout_of, scorer_of, wrapped
-from tests.tiny_qwen import make_model
 
 
 def facts_of(
-    scorer: OwnTokenizerScorer, student: Any, rollouts: list[Rollout], references: int = 0
+    scorer: OwnTokenizerScorer, student: Any, rollouts: list[Rollout]
 ) -> TokenizerPairFacts:
     samples = [Sample(rollout, Problem("", "")) for rollout in rollouts]
-    model = make_model(True, 5, vocab_size=len(student), eos_token_id=student.eos_token_id)
-    return pair_facts(scorer, samples, student, wrapped(TEACHER), model, 4, references)
+    return pair_facts(scorer, samples, student, wrapped(TEACHER), 4)
 
 
 def test_pair_facts_are_counts_of_tokens_and_boundaries() -> None:
@@ -36,7 +33,7 @@ def test_pair_facts_are_counts_of_tokens_and_boundaries() -> None:
     assert (facts.positions, facts.k) == (6, 4)
     assert facts.aligned == pytest.approx(4 / 6)
     assert facts.teacher_tokens == pytest.approx(4 / 6)
-    assert facts.noncanonical == facts.unscored == 0 and facts.brute_force is None
+    assert facts.noncanonical == facts.unscored == 0
     assert facts.student_prompt == "ab " and facts.teacher_prompt == "!!!ab "
     # "c" may follow: the student's bc and " c" begin with these.
     assert facts.open_tokens == 2 and sorted(facts.often_open) == [" ", "b"]
@@ -58,39 +55,13 @@ def test_pair_facts_count_tokens_that_nobody_would_write() -> None:
     assert facts.noncanonical == pytest.approx(1 / 5)
 
 
-def test_brute_force_agrees_where_one_pass_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A student of single bytes: nothing that follows changes a token, and "a" has one tokenization.
-    monkeypatch.setattr("prime_composer.local.probe.tokenizers.THRESHOLD", 0.01)
-    scorer, student = scorer_of([])
-    facts = facts_of(scorer, student, [rollout_of(student, "ab ", "a")], references=5)
-    found = facts.brute_force
-    assert found is not None and found.positions == 2 and found.sequences >= 2
-    assert found.largest < 1e-4 and abs(found.reverse_kl) < 1e-4
-    shown = [str(cell) for cell in tokenizers_table("teacher", facts).columns[1].cells]
-    assert f"({found.sequences:,} sequences)" in shown[8] and repr("ab ") in shown[9]
-
-
-def test_rows_that_are_asked_for_are_the_models_own() -> None:
-    scorer, student = scorer_of(STUDENT, shift=2)
-    prompt = [*scorer.prompts(student.encode("ab"))]
-    text = scorer.pair.teacher.encode("abc c")
-    rows = AskedRows(scorer, prompt)
-    found = rows([(), tuple(text), ()])
-    assert rows.count == 2
-    for ids, row in zip(([], text, []), found, strict=True):
-        with torch.no_grad():
-            logits = scorer.scorer.model(torch.tensor([[*prompt, *ids]])).logits[0, -1]  # type: ignore[attr-defined]
-        torch.testing.assert_close(torch.from_numpy(row), logits.float().softmax(-1))
-
-
 def test_probe_measures_a_teacher_with_its_own_tokenizer(
-    tiny_recipe: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Callable[..., dict[str, Any]],
 ) -> None:
-    monkeypatch.setattr("prime_composer.local.probe.tokenizers.THRESHOLD", 0.01)
     recipe = parse_recipe(own_recipe(tiny_recipe, trainer__steps=1))
     problems = load_problem_set(recipe.problem_sources)
     paths = prepare_models(recipe, problems)
-    report = probe(recipe, problems, paths, lambda text: None, 0.01, references=2)
+    report = probe(recipe, problems, paths, lambda text: None, 0.01)
     assert report.passed, [finding for finding in report.findings if finding.state == "failed"]
     teacher = report.teachers["teacher"]
     assert teacher.same_tokenizer is False and teacher.same_prompts is None
@@ -99,8 +70,6 @@ def test_probe_measures_a_teacher_with_its_own_tokenizer(
     assert teacher.support.by_k[-1].reverse_kl > 0 and teacher.support.entropy > 0
     pair = teacher.tokenizers
     assert pair is not None and 0 < pair.aligned < 1 and pair.k == 8
-    assert pair.brute_force is not None and pair.brute_force.positions == 2
-    assert pair.brute_force.mean < 1
     named = [one for one in report.findings if one.name == "[teacher] tokenizers"]
     assert named[0].state == "ok"
     assert any("noncanonical" in one.text for one in named) == (pair.noncanonical > 0.05)

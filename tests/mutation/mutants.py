@@ -56,7 +56,7 @@ TESTS = {
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],
     ),
-    "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
+    "local/ahead.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_until.py"],
     "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
     **dict.fromkeys(
@@ -149,7 +149,7 @@ PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py
 VIEWS, LORA = "backends/lora/views.py", "backends/lora/adapter.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
-AHEAD = "local/ahead/pipeline.py"
+AHEAD = "local/ahead.py"
 MUTANTS: dict[str, Mutant] = {
     # divergences
     "tail dropped": mutant(BASE, "outcomes", ("with_tail(p), with_tail(q)", "p, q")),
@@ -598,13 +598,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ahead: weights that still train": mutant(
         AHEAD, "Ahead._copy", ("copy.deepcopy(self._model)", "self._model")
-    ),
-    "ahead: finished step in a checkpoint": mutant(
-        AHEAD, "Ahead.state_dict", ("step > done", "step >= done")
-    ),
-    "ahead: resumed with the newest weights": mutant(
-        AHEAD, "Ahead.load_state_dict",
-        ("_X.model.load_state_dict(one['weights'])", "_X"),
     ),
     "plateau from the last of equal values": mutant(
         "recipe/watchers.py", "UntilConfig.best",

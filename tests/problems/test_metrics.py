@@ -17,7 +17,6 @@ from prime_composer.problems.metrics import (
     TITLES,
     require_library,
     reward,
-    self_bleu,
     sentence_score,
     signature,
     signatures_of,
@@ -117,16 +116,6 @@ def test_total_rouge_is_the_mean() -> None:
     assert total_score("rouge2", ["x", "y"], ["a b", "c d"], [0.25, 0.75]) == 0.5
 
 
-def test_self_bleu_is_the_mean_against_the_others() -> None:
-    """By hand: the two equal answers find each other, and the third one shares one word."""
-    assert self_bleu(["a b c d", "a b c d"]) == 1.0
-    assert self_bleu(["a b c d", "e f g h"]) == 0.0
-    third = bleu_by_hand([(1, 4), (0, 3), (0, 2), (0, 1)], 4, 4)
-    value = (1 + 1 + third) / 3
-    assert self_bleu(["a b c d", "a b c d", "a x y z"]) == pytest.approx(value, **CLOSE)
-    assert self_bleu(["", " "]) == 1.0
-
-
 def test_reward_exact_is_one_or_zero() -> None:
     """White space around the text is not the answer; ``####`` means nothing to it."""
     config, problem = DataConfig(metric="exact"), Problem("q", "#### a heading")
@@ -142,10 +131,9 @@ def test_reward_graded_compares_with_the_whole_answer() -> None:
 
 
 def test_signature_is_that_of_the_library() -> None:
-    """sacrebleu's own string, whatever was scored before; one like it for rouge-score."""
+    """sacrebleu's own string; one like it for rouge-score."""
     import sacrebleu
 
-    self_bleu(["a b", "a c", "a d"])  # two references each
     assert signature("bleu") == (
         f"BLEU|nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:{sacrebleu.__version__}"
     )
@@ -172,8 +160,6 @@ def test_metric_without_its_library_has_the_pip_line(
     pip = r"pip install -e '.+\[metrics\]'"
     with pytest.raises(ValueError, match=rf'\[data\] metric = "{metric}" needs .*: {pip}'):
         require_library(metric)
-    with pytest.raises(ValueError, match=r"\[eval\] temperatures needs sacrebleu"):
-        require_library("bleu", "[eval] temperatures")
     require_library("exact")
 
 

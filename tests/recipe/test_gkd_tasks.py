@@ -56,7 +56,7 @@ def test_recipe_is_exported_with_its_metric(task: str, version: str) -> None:
 
 
 def test_study_is_the_grid_of_the_paper() -> None:
-    """Three lambdas and five divergences, five seeds, at temperatures from 0.1 to 1."""
+    """Three lambdas and five divergences, five seeds."""
     study, runs = load_study(RECIPES / "studies" / "gkd.toml")
     assert len(study.seeds) == 5 and len(runs) == 75
     cells = {
@@ -70,5 +70,4 @@ def test_study_is_the_grid_of_the_paper() -> None:
     divergences = [("topk_forward_kl", None), ("topk_reverse_kl", None)]
     divergences += [("generalized_jsd", beta) for beta in (0.1, 0.5, 0.9)]
     assert cells == {(*one, share) for one, share in product(divergences, (0.0, 0.5, 1.0))}
-    assert all(run.recipe.eval.temperatures == (0.1, 0.4, 0.7, 1.0) for run in runs)
     assert {getattr(run.recipe.loss, "k", None) for run in runs} == {"full"}

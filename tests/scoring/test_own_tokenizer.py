@@ -27,7 +27,7 @@ from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.teachers.student_candidates import tables_of  # noqa: E402
 from prime_composer.teachers.tokenizer_pair import make_pair  # noqa: E402
 from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
-from tests.scoring.own_kind import Rows, Served  # noqa: E402
+from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import (  # noqa: E402
     STUDENT,

@@ -6,8 +6,9 @@
 The teacher reads the worked answers of ``--data`` (GSM8K's JSONL, each after its question). The
 students are byte-level BPEs of as many tokens, trained on ``--texts``, and tekken; each has an
 n-gram model of ``--texts`` for its probabilities, which are far from the teacher's. Compared are
-tokens drawn at random from each answer. The reference is ``cross_tokenizer.reference``. Printed per
-student, from whole rows of the teacher and from the 256 ids of each row that a run reads:
+tokens drawn at random from each answer. The reference is ``tests.cross_tokenizer.reference``.
+Printed per student, from whole rows of the teacher and from the 256 ids of each row that a run
+reads:
 
     aligned   share of positions where a token of the teacher begins as well
     log Q     error of the sampled token's log-prob, in nats: mean, mean of the absolute value,
@@ -48,9 +49,9 @@ from prime_composer.backends.hf_model import (  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.pair import Pair  # noqa: E402
 from prime_composer.cross_tokenizer.plan import plan_of  # noqa: E402
-from prime_composer.cross_tokenizer.reference import Exact, Reference  # noqa: E402
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
 from prime_composer.teachers.own_tokenizer import READ, ByRows  # noqa: E402
+from tests.cross_tokenizer.reference import Exact, Reference  # noqa: E402
 from tests.cross_tokenizer.toys import trained  # noqa: E402
 
 K = 16

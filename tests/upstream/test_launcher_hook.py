@@ -109,17 +109,6 @@ def test_resolve_accepts_the_loss_in_the_environment(monkeypatch):
     assert AdapterSettings.from_env() == resolved(loss=table, k=3)
 
 
-def test_resolve_passes_a_kind_of_scores_on(monkeypatch):
-    monkeypatch.setenv(SWITCH, json.dumps({"scores": "a:KIND"}))
-    launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 3}))
-    settings = AdapterSettings.from_env()
-    assert (settings.scores, settings.k) == ("a:KIND", 3)
-    for table in (None, {"type": "sampled_reverse_kl"}):
-        monkeypatch.setenv(SWITCH, json.dumps({"scores": "a:KIND"}))
-        with pytest.raises(ValueError, match="names no loss|scores = 'a:KIND'.*Leave scores"):
-            launcher_hook.resolve(launcher_config(table))
-
-
 def test_resolve_writes_special_tokens_as_ids(monkeypatch):
     """The launcher has the tokenizer, the trainer's loss has not."""
     transformers = types.ModuleType("transformers")
@@ -401,7 +390,7 @@ def test_launcher_refuses_in_one_line(monkeypatch):
     """A user sees the sentence, without prime-rl's traceback and without a password."""
     module = types.SimpleNamespace(cli=lambda config: config)
     launcher_hook.hook_config(module)
-    monkeypatch.setenv(SWITCH, json.dumps({"scores": "http://me:secret@host"}))
+    monkeypatch.setenv(SWITCH, json.dumps({"student_tokenizer": "http://me:secret@host"}))
     with pytest.raises(SystemExit, match="^prime_composer: .*names no loss") as refusal:
         module.cli(launcher_config())
     assert refusal.value.__cause__ is None and "\n" not in str(refusal.value)

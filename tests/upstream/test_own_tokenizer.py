@@ -35,7 +35,7 @@ from prime_composer.upstream.tally import Tally  # noqa: E402
 from prime_composer.upstream.trainer.batches import MicroBatch  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
-from tests.scoring.own_kind import Rows, Served  # noqa: E402
+from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
@@ -470,7 +470,6 @@ def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers)
     ("loss", "more", "needle"),
     [
         (LOSS, {"asked_by": "trainer"}, 'leave asked_by = "trainer" out'),
-        (LOSS, {"scores": "a:b"}, "leave scores"),
         (LOSS, {"teachers_mixed": True}, "missing from a mixture"),
         (BOTH, {}, "reads rewards and a teacher"),
     ],

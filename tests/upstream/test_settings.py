@@ -342,8 +342,8 @@ def test_from_env_reads_a_file(monkeypatch, tmp_path, name, text):
         ("a.toml", NATIVE.replace("k = 4", "K = 4"), "did you mean .k."),
         (
             "a.json",
-            '{"loss": {"type": "topk_reverse_kl", "k": 4}, "Scores": "a:b"}',
-            "mean .scores",
+            '{"loss": {"type": "topk_reverse_kl", "k": 4}, "Rewards": "a:b"}',
+            "mean .rewards",
         ),
     ],
 )

@@ -155,7 +155,7 @@ class SupportFacts:
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What a teacher's server answers at the recipe's K, in binary by its scoring plugin.
+    """What a teacher's server says of its scoring plugin.
 
     Without a plugin there is no ``version``, and every score comes in JSON. ``head`` has rows,
     columns, dtypes and the hash of the output head, where the plugin can read it.
@@ -165,21 +165,6 @@ class PluginReport:
     vllm: str | None
     kinds: Sequence[str]
     head: Mapping[str, Any] | None
-    column: str
-    tokens_per_second: float | None
-    json_tokens_per_second: float | None
-
-
-@dataclass(frozen=True)
-class BruteForce:
-    """Q against a search through the teacher's texts (``cross_tokenizer.reference``)."""
-
-    positions: int  # tokens that were compared
-    mean: float  # mean absolute error of their log Q, in nats
-    largest: float  # the largest
-    reverse_kl: float  # by how much the reverse KL on their supports is above that of the exact Q
-    pruned: float  # share of the mass that the search has not followed to its end
-    sequences: int  # sequences that the teacher was asked for
 
 
 @dataclass(frozen=True)
@@ -203,7 +188,6 @@ class TokenizerPairFacts:
             5 % of the mass.
         student_prompt: the end of a prompt as the student reads it.
         teacher_prompt: as the teacher does.
-        brute_force: None where it was not asked for.
     """
 
     positions: int
@@ -220,7 +204,6 @@ class TokenizerPairFacts:
     off_path: float
     student_prompt: str
     teacher_prompt: str
-    brute_force: BruteForce | None = None
 
 
 @dataclass(frozen=True)

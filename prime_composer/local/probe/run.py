@@ -104,7 +104,6 @@ def probe(
     paths: Mapping[str, Path],
     status: Callable[[str], None],
     seconds: float = SECONDS_PER_COLUMN,
-    references: int = 0,
 ) -> ProbeReport:
     """Open a recipe's models, run the preflight's checks, and measure.
 
@@ -113,8 +112,6 @@ def probe(
     Args:
         paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
         seconds: time for the speed at one K of one teacher.
-        references: positions of a teacher with a tokenizer of its own that are compared with brute
-            force.
     """
     for table, teacher in Routing.of_recipe(recipe).teachers.items():
         if teacher.tape_only:
@@ -133,7 +130,7 @@ def probe(
     except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport([Finding(OPENING, "failed", one_line(error))])
     with engine, all_cores(engine.model):
-        return probe_engine(engine, recipe, status, seconds, references)
+        return probe_engine(engine, recipe, status, seconds)
 
 
 def impatient(recipe: Recipe) -> Recipe:
@@ -163,7 +160,6 @@ def probe_engine(
     recipe: Recipe,
     status: Callable[[str], None],
     seconds: float,
-    references: int = 0,
 ) -> ProbeReport:
     """Run the checks and measure open models; see ``probe``. Their weights stay as they are."""
     status("running the preflight's checks")
@@ -185,7 +181,6 @@ def probe_engine(
             step.tokens,
             recipe.trainer.micro_batch_tokens,
             seconds,
-            references,
         )
         findings.append(scoring_finding(table, teacher, own))
         findings += tokenizer_findings(table, teacher)

@@ -95,13 +95,11 @@ def probe_teacher(
     step_tokens: int,
     micro_batch_tokens: int,
     seconds: float,
-    references: int = 0,
 ) -> TeacherReport:
     """Measure a teacher on rollouts of the student, ``model``.
 
     ``own`` is what a step of the recipe asks its teachers for, about ``step_tokens`` rollout
-    tokens. Each column takes ``seconds``. Of a teacher with a tokenizer of its own, ``references``
-    positions are compared with brute force.
+    tokens. Each column takes ``seconds``.
     """
     found = Attempts()
     tokenizer, facts, same = found.attempt(
@@ -133,12 +131,8 @@ def probe_teacher(
         k = own if isinstance(own, int) and own else widest
         pair = found.attempt(
             "tokenizers",
-            lambda: pair_facts(
-                *(scorer, target.samples, tokenized.tokenizer, tokenizer, model, k, references)
-            ),
+            lambda: pair_facts(scorer, target.samples, tokenized.tokenizer, tokenizer, k),
         )
-        if not references:
-            found.unmeasured["error of log Q"] = "brute force takes a while; ask with --reference N"
     return TeacherReport(
         facts=replace(
             target.facts,
@@ -157,7 +151,7 @@ def probe_teacher(
         special_tokens=tokens,
         share=target.share,
         throughput=throughput,
-        plugin=plugin_report(found, target, own, throughput, seconds),
+        plugin=plugin_report(found, target.asked),
         support=support,
         tokenizers=pair,
         wrong_answers=found.wrong_answers,
@@ -262,45 +256,26 @@ def tokens_per_second(target: Target, k: SupportSize, seconds: float) -> float:
         count *= 2
 
 
-def plugin_report(
-    found: Attempts,
-    target: Target,
-    own: SupportSize,
-    throughput: Sequence[Throughput],
-    seconds: float,
-) -> PluginReport | None:
-    """Return what a teacher's server answers in binary; None where it is no server."""
-    scorer, column = target.asked, str(own)
+def plugin_report(found: Attempts, scorer: Scorer | None) -> PluginReport | None:
+    """Return what a teacher's server says of its plugin; None where it is no server."""
     if not isinstance(scorer, ServerScorer):
         return None
-    speed = next((e.tokens_per_second for e in throughput if e.column == column), None)
     client = found.attempt("scoring plugin", lambda: scorer.client)
     if "scoring plugin" in found.unmeasured:
         return None
     if client is None or client.facts is None:
-        return PluginReport(None, None, [], None, column, None, speed)
+        return PluginReport(None, None, [], None)
 
     def head() -> dict[str, Any]:
         facts = scorer.served_head().facts()
         names = ("rows", "columns", "dtype", "computed_in", "sha256")
         return {name: getattr(facts, name) for name in names}
 
-    def in_json(samples: Sequence[Sample], k: SupportSize) -> list[Scores]:
-        assert k != "states"  # hidden states need the plugin
-        return scorer.score([sample.rollout for sample in samples], k, binary=False)
-
-    json_speed = None
-    if target.samples and own != "states" and not target.has_own_tokenizer:
-        plain = replace(target, score=in_json)
-        json_speed = found.attempt("JSON", lambda: tokens_per_second(plain, own, seconds))
     return PluginReport(
         version=client.version,
         vllm=client.facts.vllm,
         kinds=client.facts.kinds,
         head=found.attempt("output head", head),
-        column=column,
-        tokens_per_second=speed,
-        json_tokens_per_second=json_speed,
     )
 
 

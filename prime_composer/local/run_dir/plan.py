@@ -114,8 +114,6 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
         raise ImportError(f"this recipe needs {', '.join(missing)}: {how_to_install()}")
     for data in recipe.problem_sources.values():
         require_library(data.metric)
-    if recipe.eval.temperatures:
-        require_library("bleu", "[eval] temperatures")
     if recipe.student.lora is not None:
         import_peft()
     if recipe.logging.wandb is not None:
@@ -253,9 +251,6 @@ def describe_steps(
         lines.append(
             f"ends earlier where {until.metric} is no better at {until.plateau} evaluations"
         )
-    if evaluation.temperatures:
-        values = ", ".join(f"{temperature:g}" for temperature in evaluation.temperatures)
-        lines.append(f"diversity: {evaluation.samples} answers to each of them at T = {values}")
     return lines
 
 

@@ -90,7 +90,7 @@ def check_continues(run_dir: Path, now: Tables, done: int) -> str:
         )
     if "trainer.steps" in changed:
         steps = before["trainer"]["steps"]
-        refusal = _why_not_other_steps(steps, now["trainer"], done, now["rollout"]["ahead"])
+        refusal = _why_not_other_steps(steps, now["trainer"], done)
         if changed == ["trainer.steps"] and refusal:
             raise RecipeError(f"--resume: {refusal}")
         if not refusal:
@@ -122,18 +122,11 @@ def _is_proven(key: str, before: Tables, now: Tables) -> bool:
     return True
 
 
-def _why_not_other_steps(before: int, trainer: Tables, done: int, ahead: int = 0) -> str:
+def _why_not_other_steps(before: int, trainer: Tables, done: int) -> str:
     """Say what another number of steps would change in the steps that are done; "" for nothing."""
     steps, schedule = trainer["steps"], trainer["schedule"]
     if steps < done:
         return f"trainer.steps = {steps}, and {done} steps are done already"
-    if ahead and steps > before < done + ahead:
-        return (
-            f"trainer.steps = {steps} instead of {before}: rollout.ahead = {ahead} had begun no "
-            f"batch after step {before}, so that step {before + 1} would train on other samples "
-            f"than in a longer run; continue from step {before - ahead} or before with --step, or "
-            "start a new run"
-        )
     # The warm-up and the step after it, at the peak, do not depend on the number of steps.
     if schedule == "constant" or done <= trainer["warmup_steps"] + 1:
         return ""

@@ -1,15 +1,8 @@
 """What the checkpoints of a run need on the disk."""
 
-from prime_composer.backends.hf_model import lm_head_weight
 from prime_composer.local.engine import Engine
 from prime_composer.local.run_dir.checkpoint import tensor_bytes
-from prime_composer.recipe.schema import CheckpointConfig, RolloutConfig
-
-TOKEN_BYTES = 17
-"""Of a stored token: id, mask, the sampler's log-prob and the teacher's."""
-
-ENTRY_BYTES = 8
-"""Of an id of its support, with the log-prob."""
+from prime_composer.recipe.schema import CheckpointConfig
 
 
 def checkpoint_bytes(engine: Engine) -> int:
@@ -22,20 +15,6 @@ def checkpoint_bytes(engine: Engine) -> int:
         + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
         + tensor_bytes(engine.state_dict())
     )
-
-
-def bytes_ahead(engine: Engine, rollout: RolloutConfig, batch_size: int) -> int:
-    """Return the most that batches collected ahead take in a checkpoint.
-
-    Each is there with its scores; or with the weights that are to sample it, where a run ended
-    before it was there. Hidden states are taken to be as wide as the student's.
-    """
-    size, _ = engine.loss.asked_of_teacher
-    support = engine.vocab_size if size == "full" else size
-    if engine.reads_hidden_states:
-        support = lm_head_weight(engine.model).shape[1] // 2
-    batch = batch_size * engine.context * (TOKEN_BYTES + ENTRY_BYTES * support)
-    return rollout.ahead * max(batch, tensor_bytes(engine.model.state_dict()))
 
 
 def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:

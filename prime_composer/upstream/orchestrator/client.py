@@ -27,7 +27,7 @@ from prime_composer.teachers.watch import (
 )
 from prime_composer.upstream import meeting
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.settings import TOKENIZERS_KEY
 
 T = TypeVar("T")
 
@@ -372,8 +372,7 @@ class Requests:
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
             known = asked.plugin
-            settings = AdapterSettings.from_env() or AdapterSettings()
-            teacher = TeacherClient(transport, model, known, settings.kind())
+            teacher = TeacherClient(transport, model, known)
             if not known.was_asked:
                 await teacher.discover()
             sequence = whole_sequence(token_ids, known.vocab_size, start)

@@ -29,7 +29,7 @@ from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
 from prime_composer.upstream import meeting
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import SWITCH, AdapterSettings
+from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
 
 AHEAD_TOKENS = 65_536
@@ -147,7 +147,6 @@ class Teachers:
                 api_key=os.environ.get(teacher.api_key_var),
                 api_key_var=teacher.api_key_var,
                 heads=cache_root() / "heads",
-                kind=(AdapterSettings.from_env() or AdapterSettings()).kind(),
             )
             meeting.compare(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
             if self.hidden:

@@ -1,6 +1,5 @@
-"""What tests of a kind from outside share: a served stand-in, and the loss in float64."""
+"""A served stand-in for a teacher: the plugin's own routes over the rows of a table."""
 
-import math
 import socket
 import threading
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from prime_composer.scoring.pair_tables import take_tables
 from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
 from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
 from tests.scoring.conftest import Engine
-from tests.scoring.recent_ids import EMPTY, FLOOR, recent
 
 V, D = 31, 6
 
@@ -106,30 +104,3 @@ class Served:
         self._server.should_exit = True
         self._thread.join()
         self._listening.close()
-
-
-def reverse_kl(log_p, teachers, token_ids, start, k, floor=FLOOR):
-    """Return KL(p || q) of each token from ``start`` on, over the known ids and the tail.
-
-    One number after the other, in float64.
-
-    Args:
-        log_p: the student's log-probs of the whole vocabulary, row t for token t + 1.
-        teachers: (weight, log q of the whole vocabulary), with rows like these.
-        token_ids: the sequence.
-        start: the first token that is scored.
-        k: places per token.
-        floor: of what a teacher answers for.
-    """
-    losses = []
-    for t in range(start, len(token_ids)):
-        q = {}
-        for id in recent(token_ids[: t + 1], k):
-            shares = [(w, float(log_q[t - 1, id])) for w, log_q in teachers if id != EMPTY]
-            known = [w * math.exp(one) for w, one in shares if one >= floor or id == token_ids[t]]
-            if known:
-                q[id] = sum(known)
-        tail_p, tail_q = 1 - sum(log_p[t - 1, id].exp() for id in q), 1 - sum(q.values())
-        heads = sum(log_p[t - 1, id].exp() * (log_p[t - 1, id] - math.log(q[id])) for id in q)
-        losses.append(heads + tail_p * (tail_p / tail_q).log())
-    return torch.stack(losses)

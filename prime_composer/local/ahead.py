@@ -6,14 +6,16 @@ long anything takes: a run is a function of its recipe and its seed.
 The thread has sampler, environments and teachers to itself. Whoever else asks them waits until it
 has finished (``settle``), or gives up what is under way (``stop``). It sends the sampler its
 weights between two batches. They are a copy, since the student goes on to train.
+
+No batch is stored. A run that is resumed after step t samples the next ones by the weights after
+step t, as it does at its start.
 """
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +23,6 @@ from torch import nn
 from prime_composer.backends.cpu_guard import use_threads
 from prime_composer.backends.errors import wanted_until
 from prime_composer.backends.protocols import Sampler
-from prime_composer.local.ahead.batches import Weights
 from prime_composer.local.collect import Clock, Collected
 from prime_composer.local.signals import StopRequest
 
@@ -32,18 +33,20 @@ STALENESS = "rollout/staleness"
 """Steps between the weights that sampled a batch and those that train on it."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The student after a step."""
+
+    step: int  # finished steps
+    model: nn.Module  # the student, or a copy of it as it was then
+
+
+@dataclass(frozen=True, eq=False)
 class Pending:
     """A batch that is collected before its step."""
 
     sampled_at: int  # finished steps of the weights that sample it
-    weights: Weights | None  # these weights, until the batch is there
     collected: Future[Collected]  # the batch to come
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the batch was collected, without an error."""
-        return self.collected.done() and self.weights is None
 
 
 class Ahead:
@@ -88,59 +91,25 @@ class Ahead:
         self._send(self._weights_after(step))
 
     def stop(self) -> None:
-        """Give up what is under way. Batches that are there stay. Stopping twice is harmless."""
+        """Give up what is under way. Stopping twice is harmless."""
         self._unwanted.set()
         self._thread.shutdown(cancel_futures=True)
-
-    def state_dict(self, done: int, of_batch: Callable[[Collected], Any]) -> dict[int, Any]:
-        """Return what a checkpoint needs: later batches, or the weights that are to sample them."""
-        return {
-            step: {
-                "sampled_at": one.sampled_at,
-                "batch": of_batch(one.collected.result()) if one.is_there else None,
-                "weights": None if one.weights is None else one.weights.model.state_dict(),
-            }
-            for step, one in self._pending.items()
-            if step > done
-        }
-
-    def load_state_dict(
-        self, state: Mapping[int, Any], batch_of: Callable[[int, Any], Collected]
-    ) -> None:
-        """Restore what ``state_dict`` returned, and begin the batches that were not there."""
-        stored: dict[int, Weights] = {}
-        for step, one in sorted(state.items()):
-            sampled_at = one["sampled_at"]
-            if one["batch"] is None:
-                if sampled_at not in stored:
-                    stored[sampled_at] = Weights(sampled_at, self._copy())
-                    stored[sampled_at].model.load_state_dict(one["weights"])
-                self._begin(step, stored[sampled_at])
-            else:
-                there: Future[Collected] = Future()
-                there.set_result(batch_of(step, one["batch"]))
-                self._pending[step] = Pending(sampled_at, None, there)
 
     def _begin_thread(self) -> None:
         self._stop.background = threading.get_ident()
 
     def _begin(self, step: int, weights: Weights) -> None:
-        pending = Pending(weights.step, weights, Future())
-        pending.collected = self._thread.submit(self._run, step, pending)
-        self._pending[step] = pending
+        collected = self._thread.submit(self._run, step, weights)
+        self._pending[step] = Pending(weights.step, collected)
 
-    def _run(self, step: int, pending: Pending) -> Collected:
+    def _run(self, step: int, weights: Weights) -> Collected:
         """Collect a batch, in the thread."""
-        weights = pending.weights
-        assert weights is not None, "the batch is not there"
         self._stop.background_waits = False
         clock = Clock()
         with wanted_until(self._unwanted), use_threads(self._threads):
             with clock.phase("sync"):
                 self._send(weights)
-            collected = self._collect(step, weights, clock)
-        pending.weights = None
-        return collected
+            return self._collect(step, weights, clock)
 
     def _send(self, weights: Weights) -> None:
         if weights is not self._sent:
