@@ -51,16 +51,16 @@ def test_rl_without_a_teachers_scores_has_no_kl_to_end_by() -> None:
         parse_recipe(until(wanted, loss={"type": "default"}, rollout__group_size=2))
 
 
-def test_metrics_of_several_environments_and_temperatures() -> None:
+def test_metrics_of_several_environments() -> None:
     one = {"source": "generated", "size": 60}
     environments = {"sums": one, "held": {**one, "use": "eval"}, "unseen": {**one, "use": "train"}}
     wanted = {"metric": "?", "plateau": 1}
-    raw = until(wanted, environments=environments, eval__temperatures=[0.5])
+    raw = until(wanted, environments=environments)
     del raw["data"]
     with pytest.raises(RecipeError) as caught:
         parse_recipe(raw)
     assert str(caught.value).partition("choose one of ")[2].split(", ") == [
-        "eval/accuracy", "eval/reverse_kl", "eval/accuracy/T=0.5",
+        "eval/accuracy", "eval/reverse_kl",
         "eval/accuracy/sums", "eval/reverse_kl/sums",
         "eval/accuracy/held", "eval/reverse_kl/held",
         "eval/forward_kl", "eval/truncated",
