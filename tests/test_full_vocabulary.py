@@ -439,13 +439,13 @@ EVERY = {
     "generalized_jsd": {"beta": 0.2},
     "adaptive_kl": {"head_mass": 0.6},
     "alpha_beta_divergence": {"alpha": 0.6, "beta": -0.2},
-    "skewed_forward_kl": {"skew": torch.linspace(0.05, 0.95, N, dtype=torch.float64)},
-    "skewed_reverse_kl": {"skew": torch.linspace(0.05, 0.95, N, dtype=torch.float64)},
+    "skewed_forward_kl": {"skew": 0.3},
+    "skewed_reverse_kl": {"skew": 0.7},
     "total_variation": {},
     "todi": {},
     "amid": {"alpha": -0.4, "skew": 0.3, "divergence": "p||r"},
 }
-"""The divergences that a loss asks for, with numbers and with one number per row."""
+"""The divergences that a loss asks for, with numbers."""
 
 
 def value_and_gradients(divergence, two) -> list[Tensor]:
