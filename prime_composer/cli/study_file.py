@@ -113,10 +113,6 @@ class StudyConfig(Table):
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
-EVALUATED = "eval/truncated"
-"""Metric of every evaluation."""
-
-
 @dataclass(frozen=True)
 class Run:
     """One run of a study."""

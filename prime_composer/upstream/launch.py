@@ -257,9 +257,6 @@ def environment(switch: str) -> dict[str, str]:
 
 def check_pth() -> None:
     """Check that a fresh interpreter of this environment loads our hooks."""
-    code = (
-        "import sys; "
-        "sys.exit(0 if any(hasattr(f, 'is_prime_composer') for f in sys.meta_path) else 3)"
-    )
+    code = f"import sys; sys.exit(0 if {launches.HOOKED} else 3)"
     if subprocess.call([sys.executable, "-c", code], env={**os.environ, SWITCH: "1"}):
         raise RecipeError(NO_PTH)

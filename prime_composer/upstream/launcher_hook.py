@@ -30,9 +30,9 @@ from prime_composer.upstream.versions.doctor import fits, require
 ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")
 """Tables of prime-rl's config with variables of its processes, which override the launcher's."""
 
-HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
 MISSING = "prime_composer is not installed here: prime-rl would train its own loss"
-GUARD = f"uv run --no-sync python -c \"import sys; {HOOKED} or sys.exit('{MISSING}')\" || exit 1"
+CODE = f"import sys; {launches.HOOKED} or sys.exit('{MISSING}')"
+GUARD = f'uv run --no-sync python -c "{CODE}" || exit 1'
 """Line of a job script, which ends it where our hooks are not loaded."""
 
 RESOLVED: list[Any] = []

@@ -26,6 +26,9 @@ ORCHESTRATOR, TRAINER = "orchestrator", "trainer_"
 TRAINED = ("checkpoints", "broadcasts", "run_default/broadcasts")
 """Folders of a run directory where a step leaves ``step_N``; v0.6 to v0.8 have the last one."""
 
+HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
+"""Python for whether an interpreter has our hooks, where ``sys`` is imported."""
+
 WAIT = 90.0
 """Seconds for which a mark may be seen late: NFS keeps listings of a folder for up to a minute."""
 
