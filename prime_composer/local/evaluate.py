@@ -29,6 +29,7 @@ from prime_composer.samplers.registry import open_sampler
 from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.own_prompt import OwnPromptScorer
 from prime_composer.teachers.tape.scorer import NotOnTape
 
 FULL_VOCABULARY_UP_TO = 8192
@@ -198,7 +199,8 @@ class Evaluator:
             indices = [
                 index
                 for index, share in enumerate(shares)
-                if teacher in share and self._fits(self.problems.prompt(problems[index]), room)
+                if teacher in share
+                and (room is None or self._fits(self._read_by(teacher, problems[index]), room))
             ]
             if not indices:
                 continue
@@ -272,14 +274,21 @@ class Evaluator:
             return replace(answer, score=reward, metric=config.metric)
         return replace(answer, correct=bool(reward) if config.scored else None)
 
+    def _read_by(self, teacher: TeacherId, problem: Problem) -> Sequence[int]:
+        """Return a teacher's prompt of a problem."""
+        return given(self.engine.teachers).prompt(teacher, self.problems.prompt(problem))
+
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""
         return room is None or len(prompt) + self.max_tokens <= room
 
     def _teacher_sampler(self, teachers: Teachers, teacher: TeacherId) -> Sampler:
         """Return what generates with a teacher: its scorer's sampler, or one that is opened now."""
-        sampler = teachers.scorers[teacher].sampler
-        return open_sampler(self.engine.teacher_specs[teacher]) if sampler is None else sampler
+        scorer = teachers.scorers[teacher]
+        if scorer.sampler is not None:
+            return scorer.sampler
+        sampler = open_sampler(self.engine.teacher_specs[teacher])
+        return scorer.reading(sampler) if isinstance(scorer, OwnPromptScorer) else sampler
 
     def _greedy_answers(
         self,

@@ -1,7 +1,8 @@
 """Open the models of a recipe: the student and its sampler, the teachers and their scorers."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -36,6 +37,7 @@ from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
@@ -190,10 +192,14 @@ def open_engine(
             engine.policy_room = min(engine.context, window_of(model.config) or engine.context)
         elif recipe.asks_teacher:
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
-            _set_specs(engine, routing, spec, paths, samples)
+            prompts = own_prompts(routing.teachers, tokenized, paths)
+            _set_specs(engine, routing, spec, paths, samples, prompts)
             scorers = _open_scorers(engine, routing, resumes, status, opened)
             _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
             _wrap_own_tokenizers(engine, routing, scorers, status)
+            scorers |= {
+                teacher: OwnPromptScorer(scorers[teacher], own) for teacher, own in prompts.items()
+            }
             engine.teachers = Teachers(scorers, routing)
             if recipe.reference is not None:
                 engine.reward_scale = recipe.reference.reward_scale
@@ -300,14 +306,48 @@ def _set_specs(
     student: BackendSpec,
     paths: Mapping[str, Path],
     samples: bool,
+    prompts: Mapping[TeacherId, TeacherPrompts],
 ) -> None:
     """Set how the teachers that are models of their own are opened."""
     engine.teacher_specs = {
         teacher: teacher_spec(
-            config, student, model_origin(config, teacher.table, paths), samples, teacher.table
+            config,
+            longer_by(student, prompts[teacher].surplus) if teacher in prompts else student,
+            model_origin(config, teacher.table, paths),
+            samples,
+            teacher.table,
         )
         for teacher, config in routing.opened.items()
     }
+
+
+def longer_by(spec: BackendSpec, tokens: int) -> BackendSpec:
+    """Return a specification with room for more tokens."""
+    return replace(spec, max_model_len=spec.max_model_len + tokens)
+
+
+def own_prompts(
+    teachers: Mapping[TeacherId, TeacherConfig],
+    tokenized: TokenizedProblems,
+    folders: Mapping[str, Path | None],
+) -> dict[TeacherId, TeacherPrompts]:
+    """Return the prompts of teachers with the student's tokens that read their own.
+
+    ``folders`` has the directories of prepared models, by table.
+    """
+    prompts = {}
+    for teacher, config in teachers.items():
+        if config.prompt is not None and config.tokenizer == "shared":
+            model, known = config.model or folders.get(teacher.table), None
+            with suppress(ModelUnavailable):
+                known = None if model is None else load_tokenizer(model)
+            if known is None:  # its tokens are the student's, its template is not
+                known = copy.copy(tokenized.tokenizer)
+                known.chat_template = None
+            prompts[teacher] = TeacherPrompts(
+                tokenized.problem_set, known, tokenized.prompt, teacher.table, config.prompt
+            )
+    return prompts
 
 
 def _open_tapes(

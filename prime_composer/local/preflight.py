@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+import torch
+
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.backends.transformers import try_saving, window_of
-from prime_composer.contract import given
+from prime_composer.contract import Scores, given
+from prime_composer.environments.tasks import Task
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import tokenizer_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -29,6 +32,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
+from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     LimitedServer,
@@ -39,6 +43,7 @@ from prime_composer.teachers.compatibility import (
     check_vocabularies,
     check_whole_kl,
 )
+from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts, behind
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.tape.scorer import live_of
@@ -48,6 +53,15 @@ WEIGHT_SYNC = "weight sync"
 """Name of the check that sends perturbed weights to the sampler."""
 
 NO_LIMITS = Limits()
+
+COMPARED_PROMPTS = 8
+"""Problems on which a chat model is compared under plain prompts and its own."""
+
+FIRST_TOKENS = 4
+"""Tokens of an answer that its prompt says most about."""
+
+PromptOf = Callable[[Problem], Sequence[int]]
+"""Returns a problem's prompt as somebody reads it."""
 
 State = Literal["ok", "warning", "failed", "skipped"]
 
@@ -202,7 +216,7 @@ class Checks:
             policy = engine.policy_teacher
             check_hinted_prompts(policy, self._problems, scored, rollout, positions)
         check_prompts(
-            *(engine.problems, self._problems, self._evaluated),
+            *(engine.problems.prompt, self._problems, self._evaluated),
             self.recipe.rollout,
             sampler=engine.sampler.limits,
         )
@@ -218,8 +232,9 @@ class Checks:
                 return passed(name, scorer.check(problems, longest, rule))
             limits = binding(scorer.limits, rule)
             asked = routing.route(self._evaluated)[teacher]
+            own = prompts_of(scorer, tokenized)
             check_lengths(
-                tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher
+                *(tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher), own
             )
             warnings = self._tokenizer_warnings(teacher, scorer)
             warnings += check_vocabularies(
@@ -255,6 +270,40 @@ class Checks:
             warnings.append(f"{not_compared}; {remedy}.")
         return warnings
 
+    def _plain_prompts(self, teacher: TeacherId, live: Scorer) -> list[str]:
+        """Return a warning where a chat model may be sent plain prompts, and nobody has said so.
+
+        It has the teacher's mean -log q of the student's answers, as sent and under its template.
+        """
+        engine, config = self.engine, Routing.of_recipe(self.recipe).teachers[teacher]
+        if config.prompt is not None or config.tokenizer == "own":
+            return []
+        tokenized, tokenizer = engine.problems, tokenizer_of(engine.teacher_specs[teacher])
+        plain = [
+            problem
+            for problem in self._scored_by(teacher)
+            if not isinstance(problem, Task)
+            and not tokenized.problem_set.config_of(problem).chat_template
+        ]
+        if not plain or getattr(tokenizer, "chat_template", None) is None:
+            return []
+        chats = TeacherPromptConfig(chat_template=True)
+        own = TeacherPrompts(
+            tokenized.problem_set, tokenizer, tokenized.prompt, teacher.table, chats
+        )
+        asked = plain[:COMPARED_PROMPTS]
+        params = SamplingParams(max_tokens=min(PROBE_TOKENS, self.recipe.rollout.max_tokens))
+        rollouts = engine.sampler.generate([*map(tokenized.prompt, asked)], params, seed=0)
+        under_own = [behind(rollout, own.of(asked[rollout.prompt_index])) for rollout in rollouts]
+        sent, chat = (mean_nats(live.score(those, 0)) for those in (rollouts, under_own))
+        return [
+            f"The {teacher.display}'s tokenizer has a chat template, and it is sent plain prompts: "
+            f"its mean -log q of the student's first {FIRST_TOKENS} tokens is {sent[0]:.2f} nat, "
+            f"of later ones {sent[1]:.2f}; under its template {chat[0]:.2f} and {chat[1]:.2f}. For "
+            f"a chat model set {teacher.table}.prompt.chat_template = true, or false for a base "
+            "model."
+        ]
+
     def _checkpoint(self, name: str) -> list[Finding]:
         try_saving(self.engine.stored, self.engine.problems.tokenizer)
         return passed(name)
@@ -284,6 +333,7 @@ class Checks:
         if live is None:
             return [Finding(name, "skipped", "its tape alone answers")]
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
+        warnings = []
         with naming(teacher, among=self._scorers):
             if isinstance(live, LimitedServer) and not isinstance(scorer, OwnTokenizerScorer):
                 size, by_student = engine.loss.asked_of_teacher
@@ -293,8 +343,11 @@ class Checks:
                 if not isinstance(scorer, OwnTokenizerScorer):
                     # A longer one is cut or dropped in the run (`on_overflow`).
                     most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
+                    own = prompts_of(scorer, engine.problems)(problem)[: max(1, most)]
                     prompt = prompt[: max(1, most)]
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
+                if isinstance(scorer, OwnPromptScorer):
+                    rollout = behind(rollout, own)
                 asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
                 (scores,) = asked.score(
                     [rollout], self.recipe.loss.support_size, hidden=engine.reads_hidden_states
@@ -304,7 +357,24 @@ class Checks:
                 if isinstance(scorer, OwnTokenizerScorer):
                     known = scorer.known_request(rollout)
                 self.probes[teacher] = known
-        return passed(name)
+                warnings = self._plain_prompts(teacher, live)
+        return passed(name, warnings)
+
+
+def mean_nats(scores: Sequence[Scores]) -> tuple[float, float]:
+    """Return the mean -log q of the first tokens of some completions, and of their others."""
+    first, others = (
+        torch.cat([one.ref_logprobs[part] for one in scores])
+        for part in (slice(FIRST_TOKENS), slice(FIRST_TOKENS, None))
+    )
+    return -float(first.mean()), -float(others.mean()) if len(others) else 0.0
+
+
+def prompts_of(scorer: Scorer, tokenized: TokenizedProblems) -> PromptOf:
+    """Return what a teacher with the student's tokens reads of a problem."""
+    if isinstance(scorer, OwnPromptScorer) and isinstance(scorer.prompts, TeacherPrompts):
+        return scorer.prompts.of
+    return tokenized.prompt
 
 
 @contextmanager
@@ -386,14 +456,19 @@ def check_lengths(
     config: RolloutConfig,
     limits: Limits,
     teacher: TeacherId,
+    prompt_of: PromptOf,
 ) -> None:
     """Check that prompts and completions, or the data's solutions, fit a teacher's context.
 
-    The problems are those whose rollouts it scores; nothing is checked without any.
+    The problems are those whose rollouts it scores; nothing is checked without any. ``prompt_of``
+    returns what it reads of one.
     """
     limit = limits.max_model_len
     if problems and config.trains_on_data and limit is not None:
-        longest = max(len(tokenized.solution(problem).token_ids) for problem in problems)
+        longest = max(
+            len(prompt_of(problem)) + len(tokenized.solution(problem).completion_ids)
+            for problem in problems
+        )
         if longest >= limit:
             raise PreflightError(
                 f"The longest solution of the data has {longest} tokens with its prompt, and the "
@@ -402,11 +477,11 @@ def check_lengths(
                 "such problems out of the data."
             )
     if problems or held_out:
-        check_prompts(tokenized, problems, held_out, config, scorer=limits)
+        check_prompts(prompt_of, problems, held_out, config, scorer=limits)
 
 
 def check_prompts(
-    tokenized: TokenizedProblems,
+    prompt_of: PromptOf,
     problems: Sequence[Problem],
     held_out: Sequence[Problem],
     config: RolloutConfig,
@@ -416,7 +491,7 @@ def check_prompts(
     """Check prompts to train on, and those of evaluations, as ``check_context`` does."""
     for kind, asked in (("prompt", problems), ("held-out prompt", held_out)):
         if asked or not (problems or held_out):
-            prompts = [tokenized.prompt(problem) for problem in asked]
+            prompts = [prompt_of(problem) for problem in asked]
             check_context(prompts, config.max_tokens, sampler, scorer, config.max_model_len, kind)
 
 

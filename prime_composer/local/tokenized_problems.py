@@ -19,11 +19,14 @@ from prime_composer.problems.metrics import reward
 from prime_composer.problems.prompts import (
     Ends,
     around_answer,
+    drops_reasoning,
+    idle_arguments,
     marks_of,
     reads_plainly,
     render_answer,
     render_prompt,
     special_tokens,
+    texts_of,
 )
 from prime_composer.recipe.model import ModelConfig
 from prime_composer.recipe.rollout import RolloutConfig
@@ -95,11 +98,26 @@ class TokenizedProblems:
                     f"answer with {before!r} itself. Give its tokenizer a template that reads "
                     "add_generation_prompt."
                 )
+        for problem in self._chats():
+            unread_args = idle_arguments(problem, config_of(problem), self.tokenizer)
+            warnings += [
+                f"[data] template_args: {name} changes nothing that the chat template writes. "
+                "Correct its name, or leave it out."
+                for name in unread_args
+            ]
         looked = [*self.problem_set.practice[:LOOKED_AT], *self.problem_set.held_out[:LOOKED_AT]]
+        dropped = 0
         for problem in looked:
             self.prompt(problem)
             if answers and problem.answer:
                 self.solution(problem)
+                dropped += drops_reasoning(problem, config_of(problem), self.tokenizer)
+        if dropped:
+            warnings.append(
+                f"{dropped} of the first {len(looked)} answers have reasoning beside them, which "
+                "the chat template leaves out: the run trains without it. Give the student a "
+                "template that writes it."
+            )
         texts = [problem for problem in looked if not self._is_plain(problem)]
         if texts:
             warnings.append(
@@ -119,7 +137,7 @@ class TokenizedProblems:
         """Return whether no text of a problem becomes a special token."""
         if isinstance(problem, Task):
             return not marks_of(self.tokenizer, [problem.messages])
-        texts = [problem.question, problem.answer, *(text for _, text in problem.context)]
+        texts = [problem.answer, problem.reasoning, *texts_of(problem)]
         return not marks_of(self.tokenizer, texts) or reads_plainly(self.tokenizer)
 
     def solution(self, problem: Problem, prompt_index: int = 0) -> Rollout:

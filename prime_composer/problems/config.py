@@ -7,7 +7,16 @@ Problems", 2021, https://arxiv.org/abs/2110.14168).
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    get_args,
+    runtime_checkable,
+)
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -49,7 +58,7 @@ def _checked_weights(
     return teacher
 
 
-CHAT_KEYS = ("messages_key", "system", "system_key")
+CHAT_KEYS = ("messages_key", "system", "system_key", "template_args")
 """Keys of ``[data]`` that need a chat template."""
 
 TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
@@ -89,9 +98,9 @@ class DataConfig(Used, Table):
     ``prime_composer.distill``."""
 
     path: Path | None = None
-    """For ``files``: a JSONL or parquet file, or a folder of them. Files whose names begin with
-    ``train`` and ``test`` are what is trained on and held out. Of anything else ``hold_out`` is set
-    aside. Each row has the columns that the keys below name."""
+    """For ``files``: a JSONL (maybe gzipped), CSV or parquet file, or a folder of them. Files whose
+    names begin with ``train`` and ``test`` are what is trained on and held out. Of anything else
+    ``hold_out`` is set aside. Each row has the columns that the keys below name."""
 
     hub_id: str = "openai/gsm8k"
     """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
@@ -109,9 +118,9 @@ class DataConfig(Used, Table):
 
     messages_key: str | None = Field(default=None, min_length=1)
     """Where there are rows: the column of a conversation, in the place of the two columns above. It
-    is a list of ``role`` (system, user, assistant) and ``content``. A last message of the assistant
-    is the answer. Implies ``chat_template``, and leaves ``prompt_template`` to be
-    ``{question}``."""
+    is a list of ``role`` (system, user, assistant) and ``content``, ShareGPT's ``from`` and
+    ``value``, or such a list as a JSON string. A last message of the assistant is the answer.
+    Implies ``chat_template``, and leaves ``prompt_template`` to be ``{question}``."""
 
     system: str | None = Field(default=None, min_length=1)
     """System message of each conversation that has none of its own. Implies ``chat_template``."""
@@ -119,6 +128,10 @@ class DataConfig(Used, Table):
     system_key: str | None = Field(default=None, min_length=1)
     """Where there are rows: the column of a row's own system message, which may be empty. Implies
     ``chat_template``."""
+
+    template_args: dict[str, Any] | None = Field(default=None, min_length=1)
+    """Variables of the tokenizer's chat template, for example ``{ enable_thinking = false }``, for
+    all that it writes: prompts, hints, the data's answers. Implies ``chat_template``."""
 
     limit: int | None = Field(default=None, ge=2)
     """Where there are rows: read only so many of each part, the first ones."""
@@ -306,7 +319,15 @@ class DataConfig(Used, Table):
         return self.metric if self.graded else "accuracy"
 
 
-Asked = tuple[tuple[tuple[str, str], ...], str]
+class Turn(NamedTuple):
+    """A message before the question."""
+
+    role: str
+    content: str
+    reasoning: str = ""  # what the assistant thought, where the data has it apart
+
+
+Asked = tuple[tuple[Turn, ...], str]
 """What tells one problem from another: the conversation before the question, and the question."""
 
 
@@ -321,7 +342,8 @@ class Problem:
         teacher: the teacher that its row names, if any.
         transcript: the messages of a solved rollout as JSON, which small models learn from in the
             place of question and answer. Only tasks of environments by id have one.
-        context: role and content of the messages before the question.
+        context: the messages before the question.
+        reasoning: what the answer's author thought, where the data has it apart.
     """
 
     question: str
@@ -329,7 +351,8 @@ class Problem:
     environment: str = PROBLEMS
     teacher: str | None = None
     transcript: str | None = None
-    context: tuple[tuple[str, str], ...] = ()
+    context: tuple[Turn, ...] = ()
+    reasoning: str = ""
 
     @property
     def asked(self) -> Asked:

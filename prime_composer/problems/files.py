@@ -1,5 +1,6 @@
-"""Read problems from files: JSONL and parquet, one or a folder of them."""
+"""Read problems from files: JSONL, CSV and parquet, one or a folder of them."""
 
+import csv
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,8 +11,12 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.rows import parse_rows, problem_or_none, read_rows
 
 PARQUET = ".parquet"
-ENDINGS = (".jsonl", PARQUET)
+CSV = ".csv"
+ENDINGS = (".jsonl", ".jsonl.gz", CSV, PARQUET)
 """Files of a folder that are read."""
+
+LONGEST_FIELD = 2**31 - 1
+"""Characters of a value of a CSV file; the library's own limit is 2^17."""
 
 DEFAULTS = DataConfig()
 
@@ -28,11 +33,11 @@ def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
         return [path], []
     if not path.is_dir():
         raise ValueError(
-            f"no such file: {path}. [data] path is a JSONL or parquet file, or a folder of them, "
+            f"no such file: {path}. [data] path is a JSONL, CSV or parquet file, or a folder, "
             "such as train.jsonl and test.jsonl; GSM8K's are at "
             "https://github.com/openai/grade-school-math"
         )
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+    files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
     parts: dict[str, list[Path]] = {"train": [], "test": []}
     for file in files:
         if match := NAMED.match(file.name):
@@ -62,9 +67,25 @@ def read_file(
     path: Path, config: DataConfig = DEFAULTS, limit: int | None = None
 ) -> list[Problem | None]:
     """Return the problems of one file, None for rows that are left out."""
-    if path.suffix.lower() != PARQUET:
+    tables = {PARQUET: _parquet_rows, CSV: _csv_rows}
+    rows = tables.get(path.suffix.lower())
+    if rows is None:
         return read_rows(path, lambda row: problem_or_none(row, config), limit)
-    return parse_rows(_parquet_rows(path), lambda row: problem_or_none(row, config), limit)
+    return parse_rows(rows(path), lambda row: problem_or_none(row, config), limit)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        csv.field_size_limit(LONGEST_FIELD)
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file, strict=True), start=1):
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{path}, row {number} has not as many values as the header has columns"
+                    )
+                yield f"{path}, row {number}", row
+    except (csv.Error, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as CSV in UTF-8: {error}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,7 +17,7 @@ from prime_composer.problems.generated_facts import generate_facts
 from prime_composer.problems.generated_tasks import generate_lookups, generate_reversals
 from prime_composer.problems.generated_text import generate_summaries, generate_translations
 from prime_composer.problems.hub import load_hub
-from prime_composer.problems.prompts import prompt_messages
+from prime_composer.problems.prompts import message_of, prompt_messages
 from prime_composer.problems.rows import parse_rows, problem_or_none
 
 GENERATORS = {
@@ -67,7 +67,7 @@ class ProblemSet:
         config = self.sources.get(problem.environment)
         if problem.transcript is not None or config is None or not config.chat_template:
             return problem.transcript
-        answer = {"role": "assistant", "content": problem.answer}
+        answer = message_of("assistant", problem.answer, problem.reasoning)
         return json.dumps([*prompt_messages(problem, config), answer])
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer
+from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer, Turn
 
 FIRST_MARK = 0xE000
 """First character for private use. It stands for a special token's text while data is rendered."""
@@ -73,15 +73,27 @@ def answer_text(answer: str, config: DataConfig) -> str:
 
 def prompt_messages(problem: Problem, config: DataConfig) -> list[dict[str, str]]:
     """Return the prompt as messages, before any chat template."""
-    turns = [*problem.context, ("user", prompt_text(problem, config))]
-    if config.system is not None and turns[0][0] != "system":
-        turns.insert(0, ("system", config.system))
-    return [{"role": role, "content": content} for role, content in turns]
+    turns = [*problem.context, Turn("user", prompt_text(problem, config))]
+    if config.system is not None and turns[0].role != "system":
+        turns.insert(0, Turn("system", config.system))
+    return [message_of(*turn) for turn in turns]
+
+
+def message_of(role: str, content: str, reasoning: str = "") -> dict[str, str]:
+    """Return a message under the names that chat templates read."""
+    thought = {"reasoning_content": reasoning} if reasoning else {}
+    return {"role": role, **thought, "content": content}
+
+
+def texts_of(problem: Problem) -> list[str]:
+    """Return the texts of the data that are asked."""
+    turns = (text for turn in problem.context for text in (turn.content, turn.reasoning))
+    return [problem.question, *turns]
 
 
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
     """Return the prompt's token ids."""
-    marks = marks_of(tokenizer, [problem.question, *(text for _, text in problem.context)])
+    marks = marks_of(tokenizer, texts_of(problem))
     if config.chat_template:
         text = chat_text(problem, config, tokenizer, marks)
         _check_written(problem, config, _restore(text, marks))
@@ -104,8 +116,7 @@ def render_answer(
             "its generation_config.json, or rollout.stop"
         )
     answer = _without_end(answer, tokenizer, ends)
-    data = [problem.question, answer, *(text for _, text in problem.context)]
-    marks = marks_of(tokenizer, data)
+    marks = marks_of(tokenizer, [answer, problem.reasoning, *texts_of(problem)])
     if not config.chat_template:
         marked = replace(problem, question=_replace(problem.question, marks))
         prompt = prompt_text(marked, config)
@@ -164,11 +175,17 @@ def chat_text(
         )
     messages = prompt_messages(problem, config)
     if answer is not None:
-        messages.append({"role": "assistant", "content": answer})
-    marked = [one | {"content": _replace(one["content"], marks)} for one in messages]
+        messages.append(message_of("assistant", answer, problem.reasoning))
+    marked = [
+        {key: text if key == "role" else _replace(text, marks) for key, text in one.items()}
+        for one in messages
+    ]
     try:
         text: str = tokenizer.apply_chat_template(
-            marked, add_generation_prompt=answer is None, tokenize=False
+            marked,
+            add_generation_prompt=answer is None,
+            tokenize=False,
+            **(config.template_args or {}),
         )
     except Exception as error:  # templates are programs, and raise what they like
         roles = ", ".join(message["role"] for message in messages)
@@ -198,6 +215,30 @@ def around_answer(
     ids = tokenizer.encode(after, add_special_tokens=False)
     end = next((one for one in ids if one in _added(tokenizer)), None)
     return before.removeprefix(prompt) if before.startswith(prompt) else None, end
+
+
+def idle_arguments(problem: Problem, config: DataConfig, tokenizer: Any) -> list[str]:
+    """Return those of ``template_args`` without which the chat template writes the same."""
+    args, idle = config.template_args or {}, []
+    for name in args:
+        others = {key: value for key, value in args.items() if key != name}
+        without = config.model_copy(update={"template_args": others})
+        both = (
+            [chat_text(problem, one, tokenizer, {}, answer) for answer in (None, SPECIMEN)]
+            for one in (config, without)
+        )
+        if next(both) == next(both):
+            idle.append(name)
+    return idle
+
+
+def drops_reasoning(problem: Problem, config: DataConfig, tokenizer: Any) -> bool:
+    """Return whether the chat template leaves out the reasoning beside an answer."""
+    if not problem.reasoning:
+        return False
+    return problem.reasoning.strip() not in chat_text(
+        problem, config, tokenizer, {}, problem.answer
+    )
 
 
 def ends_of_chat(tokenizer: Any) -> set[int]:
@@ -307,10 +348,11 @@ def _without_end(answer: str, tokenizer: Any, ends: Ends) -> str:
 def _check_written(problem: Problem, config: DataConfig, text: str, answer: str = "") -> None:
     """Refuse a chat template that leaves out words of a message. Templates trim and escape, and
     leave out the reasoning of earlier turns on purpose."""
-    messages = [*prompt_messages(problem, config), {"role": "answer", "content": answer}]
+    messages = [*prompt_messages(problem, config), message_of("answer", answer)]
+    parts = [(message["role"], message["content"]) for message in messages]
     words = [
         WORD.findall(content if role == "answer" else REASONED.split(content)[-1])
-        for role, content in (message.values() for message in messages)
+        for role, content in parts
     ]
     counts, written = Counter(word for own in words for word in own), Counter(WORD.findall(text))
     # A word may stand inside one of the template's. Only few are looked for in the whole text.
@@ -319,7 +361,7 @@ def _check_written(problem: Problem, config: DataConfig, text: str, answer: str 
     }
     if missing:
         lost = [sum(word in missing for word in own) for own in words]
-        role, content = messages[lost.index(max(lost))].values()
+        role, content = parts[lost.index(max(lost))]
         keys = {
             "system": ("system", "system_key", "messages_key"),
             "answer": ("messages_key", "answer_key"),

@@ -1,7 +1,9 @@
 """Read problems from rows: lines of a JSONL file, rows of a table, of the hub, or from Python."""
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from numbers import Real
@@ -9,12 +11,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_composer.problems.answers import check_reference
-from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.config import DataConfig, Problem, Turn
+
+GZIP = ".gz"
+"""Ending of a file that is compressed."""
 
 ROWS_SHOWN = 5
 """Malformed rows named in one error."""
 
-ROLES = ("system", "user", "assistant")
+ROLES = {
+    "system": "system",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model"), "assistant"),
+}
+"""Role of a message, as people store conversations -> as chat templates have it."""
+
+CONVERSATIONS = ("messages", "conversations")
+"""Columns in which people store conversations."""
+
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Keys of what the assistant thought, where a message has it apart."""
 
 EXACT_UP_TO = 2**53
 """Size from which on a float may be another whole number than the one that was meant."""
@@ -52,18 +68,22 @@ def parse_rows(
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -> list[T]:
-    """Return what ``parse_rows`` makes of a JSONL file, with ``file:line`` as places.
+    """Return what ``parse_rows`` makes of a JSONL file, maybe gzipped, with ``file:line`` as
+    places.
 
     Empty lines are skipped.
     """
     try:
         return parse_rows(_lines(path), lambda line: parse(_json(line)), limit)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as lines:
+    opens = gzip.open if path.suffix.lower() == GZIP else open
+    with opens(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise ValueError(f"{path}:1: the file is UTF-16; save it as UTF-8")
@@ -113,12 +133,13 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
         if config.messages_key is not None:
             wanted = f'"{config.messages_key}"'
         raise ValueError(f"expected an object with {wanted}, found {type(row).__name__}")
-    context: tuple[tuple[str, str], ...] = ()
+    context: tuple[Turn, ...] = ()
+    reasoning = ""
     if config.messages_key is None:
         prompt, answer = text_at(row, config.prompt_key, "prompt_key"), _answer(row, config)
         prompt_key, answer_key = config.prompt_key, config.answer_key
     else:
-        context, prompt, answer = _conversation(row, config.messages_key)
+        context, prompt, (_, answer, reasoning) = _conversation(row, config.messages_key)
         prompt_key = answer_key = config.messages_key
     if not prompt:
         raise UnusableRow(
@@ -127,12 +148,12 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
     if config.scored:
         _check_answer(answer, config, answer_key)
     if config.system_key is not None and (system := _system(row, config.system_key)):
-        if context and context[0][0] == "system":
+        if context and context[0].role == "system":
             raise ValueError(
                 f'"{config.system_key}" and a system message in "{config.messages_key}": keep one '
                 "of them"
             )
-        context = (("system", system), *context)
+        context = (Turn("system", system), *context)
     teacher = None if config.teacher_key is None else row.get(config.teacher_key)
     teacher = None if is_missing(teacher) else teacher
     if teacher is not None and not isinstance(teacher, str):
@@ -140,7 +161,7 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
             f'"{config.teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
         )
     question = prompt[: config.prompt_chars].strip()
-    return Problem(question, answer, teacher=teacher, context=context)
+    return Problem(question, answer, teacher=teacher, context=context, reasoning=reasoning)
 
 
 def _check_answer(answer: str, config: DataConfig, key: str) -> None:
@@ -202,16 +223,17 @@ def is_missing(value: Any) -> bool:
         return False
 
 
-def _conversation(
-    row: Mapping[str, Any], column: str
-) -> tuple[tuple[tuple[str, str], ...], str, str]:
-    """Return the messages before the question, the question, and the answer, if there is one."""
+def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Turn, ...], str, Turn]:
+    """Return the messages before the question, the question, and the answer, empty where there is
+    none."""
     try:
         messages = value_at(row, column, "messages_key")
     except KeyError as error:
         raise ValueError(error.args[0]) from None
     if is_missing(messages):
-        return (), "", ""
+        return (), "", Turn("assistant", "")
+    if isinstance(messages, str):
+        messages = _stored(messages, column)
     if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
         messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not messages:
@@ -223,34 +245,76 @@ def _conversation(
         _turn(message, f'"{column}", message {number}', number)
         for number, message in enumerate(messages, start=1)
     ]
-    answer = turns.pop()[1].strip() if turns[-1][0] == "assistant" else ""
-    if not turns or turns[-1][0] != "user":
-        last = f"a message of the {turns[-1][0]}" if turns else "nothing"
+    answer = turns.pop() if turns[-1].role == "assistant" else Turn("assistant", "")
+    if not turns or turns[-1].role != "user":
+        last = f"a message of the {turns[-1].role}" if turns else "nothing"
         raise ValueError(
             f'"{column}" must end with a message of the user, and maybe its answer; before the '
             f"answer it ends with {last}"
         )
-    return tuple(turns[:-1]), turns[-1][1].strip(), answer
+    *context, question = turns
+    return tuple(context), question.content.strip(), answer._replace(content=answer.content.strip())
 
 
-def _turn(message: Any, place: str, number: int) -> tuple[str, str]:
-    """Return role and content of a message."""
+def _stored(text: str, column: str) -> Any:
+    """Return the messages of a column in which they are JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f'"{column}" must be a list of messages, or one as JSON, and is the text '
+            f"{text[:40]!r}; name a column of texts in [data] prompt_key"
+        ) from None
+
+
+def _turn(message: Any, place: str, number: int) -> Turn:
+    """Return a message under the names of chat templates."""
     if not isinstance(message, Mapping):
         raise ValueError(
             f"{place} must be an object with role and content, found {type(message).__name__}"
         )
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES or message.get("tool_calls"):
-        found = "tool_calls" if role in ROLES else f"role {role!r}"
+    named, content = message.get("role", message.get("from")), message.get("content")
+    content = message.get("value") if content is None else content
+    role = ROLES.get(named) if isinstance(named, str) else None
+    calls: Any = message.get("tool_calls")
+    if role is None or (not is_missing(calls) and len(calls)):
+        found = f"role {named!r}" if role is None else "tool_calls"
         raise ValueError(
             f"{place} has {found}; the roles are {', '.join(ROLES)}, and a conversation with tools "
             "is an environment by id"
         )
     if role == "system" and number > 1:
         raise ValueError(f"{place} is of the system, which speaks first or not at all")
+    thoughts = [message[key] for key in REASONING_KEYS if not is_missing(message.get(key))]
+    return Turn(role, _content(content, place), thoughts[0] if thoughts else "")
+
+
+def _content(content: Any, place: str) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    if hasattr(content, "tolist"):
+        content = content.tolist()
+    if isinstance(content, list | tuple):
+        other = [part for part in content if not _is_text(part)]
+        if other:
+            raise ValueError(
+                f"{place}: a part of content is no text but {str(other[0])[:60]}; the losses train "
+                "on text alone, so leave such rows out"
+            )
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"{place}: content must be a string, found {type(content).__name__}")
-    return role, content
+        raise ValueError(
+            f"{place}: content must be a string or a list of text parts, found "
+            f"{type(content).__name__}"
+        )
+    return content
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
 
 
 def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
@@ -288,8 +352,9 @@ def value_at(row: Mapping[str, Any], column: str, key: str) -> Any:
         if not isinstance(value, Mapping) or name not in value:
             names = str(sorted(columns(row)))
             hint = ""
-            if key != "messages_key" and isinstance(row.get("messages"), list | tuple):
-                hint = ', or set messages_key = "messages"'
+            kept = next((n for n in CONVERSATIONS if isinstance(row.get(n), list | tuple)), None)
+            if key != "messages_key" and kept is not None:
+                hint = f', or set messages_key = "{kept}"'
             raise KeyError(
                 f'"{column}" is missing; the keys are '
                 + (names if len(names) <= 100 else f"{names[:100]} ...")

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from prime_composer.losses import LOSS_TYPES, LossConfig
 from prime_composer.losses.needs import OF_TEACHER
 from prime_composer.problems.config import DataConfig
@@ -170,6 +172,27 @@ def check_own_tokenizers(
         )
     if has_reference:
         raise ValueError(f"{own} does not go with [reference]; leave one of them out")
+
+
+def check_own_prompts(
+    teachers: Mapping[str, TeacherConfig], sources: Mapping[str, DataConfig | EnvironmentConfig]
+) -> None:
+    """Refuse prompts of teachers, both given by table, that cannot be written."""
+    for table, teacher in teachers.items():
+        if teacher.prompt is None:
+            continue
+        if teacher.policy is not None:
+            raise ValueError(
+                f"[{table}.prompt]: [{table}.policy] writes the teacher's prompt, from a hint; "
+                "leave one of them out"
+            )
+        for data in sources.values():
+            if isinstance(data, DataConfig):
+                try:
+                    teacher.prompt.of(data)
+                except ValidationError as error:
+                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    raise ValueError(f"[{table}.prompt]: {reason}") from None
 
 
 def check_hint(policy: PolicyTeacherConfig, group_size: int, loss: LossConfig) -> None:

@@ -38,6 +38,7 @@ from prime_composer.recipe.rules import (
     check_ahead,
     check_choice_of_teachers,
     check_hint,
+    check_own_prompts,
     check_own_tokenizers,
     check_reference_loss,
     check_reference_model,
@@ -380,6 +381,7 @@ class Recipe(Table):
         )
         reference = {} if self.reference is None else {"reference": self.reference}
         tables = {**self.teacher_tables, **reference}
+        check_own_prompts(tables, self.sources)
         check_tapes(tables)
         check_ahead(self.rollout.ahead, self.rollout.backend, tables)
         check_end(self.checks.collapse, self.loss, has_reference=self.reference is not None)

@@ -1,10 +1,11 @@
 """Define the tables of teachers and of the reference."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from prime_composer.problems.config import CHAT_KEYS, DataConfig
 from prime_composer.recipe.backends import TIMEOUT, WAIT, ScorerName, backend_of
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
@@ -65,6 +66,45 @@ class PolicyTeacherConfig(Table):
         return HINT_TEMPLATES[self.hint] if self.template is None else self.template
 
 
+class TeacherPromptConfig(Table):
+    """What a teacher reads before an answer. A key that is left out is as for the student.
+
+    Of a rollout, the teacher reads its own prompt and then the tokens of the student's completion.
+    """
+
+    chat_template: bool | Path | None = Field(default=None, json_schema_extra=CARRIED)
+    """true: through the chat template of the teacher's own tokenizer. false: as plain text. A path:
+    through the template in this file. Unset: plain, or through the teacher's template, as the
+    student's is plain or goes through its own."""
+
+    system: str | None = Field(default=None, json_schema_extra=CARRIED)
+    """System message of each conversation that has none in its row; empty for none. Implies
+    ``chat_template``."""
+
+    prompt_template: str | None = Field(default=None, json_schema_extra=CARRIED)
+    """The prompt, with ``{question}`` where the question goes. With a chat template it is the
+    user's message."""
+
+    template_args: dict[str, Any] | None = Field(default=None, json_schema_extra=CARRIED)
+    """Variables of the chat template, for example ``{ enable_thinking = false }``. Implies
+    ``chat_template``."""
+
+    def of(self, data: DataConfig) -> DataConfig:
+        """Return how the teacher is asked what ``data`` asks the student.
+
+        Raises:
+            ValueError: a conversation without a chat template.
+        """
+        own = {key: getattr(self, key) for key in self.model_fields_set}
+        if isinstance(own.get("chat_template"), Path):
+            own["chat_template"] = True
+        values = {key: getattr(data, key) for key in data.model_fields_set} | own
+        empty = [key for key in CHAT_KEYS if key in own and not own[key]]
+        if (own.keys() & set(CHAT_KEYS)) - {*empty} and own.get("chat_template") is None:
+            values["chat_template"] = True
+        return DataConfig.model_validate(values | dict.fromkeys(empty))
+
+
 class TeacherConfig(ModelConfig):
     """The model that scores the student's tokens: a model of its own, the policy with a hint, or
     the student without its adapter."""
@@ -72,6 +112,9 @@ class TeacherConfig(ModelConfig):
     policy: PolicyTeacherConfig | None = None
     """Self-distillation: the teacher is the student itself, given a hint. Goes without `model` and
     `prepare`."""
+
+    prompt: TeacherPromptConfig | None = None
+    """What the teacher reads before an answer, where it is not the student's prompt."""
 
     base: bool = Field(default=False, json_schema_extra=CARRIED)
     """With `[student.lora]`: the teacher is the student with its adapter switched off. It computes

@@ -15,8 +15,12 @@ from prime_composer.backends.protocols import Rollout, Scorer
 from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
+from prime_composer.teachers.own_prompt import OwnPromptScorer
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.tape.scorer import NotOnTape, TapedScorer, live_of
+
+READ_THEIR_OWN = (OwnPromptScorer, OwnTokenizerScorer)
+"""Scorers of teachers that read other prompts than the student."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +44,38 @@ class Teachers:
     def watched(self) -> Mapping[TeacherId, Scorer]:
         """The scorers as the known requests are put to them: in the teachers' own tokens, past
         their tapes. A tape that alone answers is left out."""
-        live = {
-            teacher: live_of(scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer)
-            for teacher, scorer in self.scorers.items()
-        }
+        live = {teacher: live_of(scorer) for teacher, scorer in self._behind_prompts.items()}
         return {teacher: scorer for teacher, scorer in live.items() if scorer is not None}
 
     @property
     def tapes(self) -> dict[TeacherId, TapedScorer]:
         """The teachers that have a tape."""
-        behind = {
-            teacher: scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer
-            for teacher, scorer in self.scorers.items()
-        }
         return {
-            teacher: scorer for teacher, scorer in behind.items() if isinstance(scorer, TapedScorer)
+            teacher: scorer
+            for teacher, scorer in self._behind_prompts.items()
+            if isinstance(scorer, TapedScorer)
+        }
+
+    @property
+    def _behind_prompts(self) -> dict[TeacherId, Scorer]:
+        """The scorers behind those that write the teachers' own prompts."""
+        return {
+            teacher: scorer.scorer if isinstance(scorer, READ_THEIR_OWN) else scorer
+            for teacher, scorer in self.scorers.items()
         }
 
     def room(self, teacher: TeacherId, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with its prompt, a teacher can read; None: all."""
         scorer = self.scorers[teacher]
-        if isinstance(scorer, OwnTokenizerScorer):
+        if isinstance(scorer, READ_THEIR_OWN):
             return scorer.room(rollout)
         limit = scorer.limits.max_model_len
         return None if limit is None else limit - 1  # a scorer on vLLM reads one token less
+
+    def prompt(self, teacher: TeacherId, prompt: Sequence[int]) -> Sequence[int]:
+        """Return what a teacher reads where the student reads a problem's prompt."""
+        scorer = self.scorers[teacher]
+        return scorer.prompts(prompt) if isinstance(scorer, READ_THEIR_OWN) else prompt
 
     def score(
         self,

@@ -13,8 +13,8 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import (
     answer_text,
+    around_answer,
     ends_of_chat,
-    prompt_messages,
     prompt_text,
     render_prompt,
 )
@@ -177,11 +177,8 @@ def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:
 def _lead(tokenizer: Any, problem: Problem, config: DataConfig) -> bytes:
     if not config.chat_template:
         return b""
-    messages = prompt_messages(problem, config)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    answered = [*messages, {"role": "assistant", "content": "72"}]
-    whole = tokenizer.apply_chat_template(answered, tokenize=False)
-    return b" " if whole.startswith(f"{prompt} 72") else b""
+    before, _ = around_answer(problem, config, tokenizer)
+    return b" " if before == " " else b""
 
 
 def are_one(teacher: Any, student: Any, texts: Sequence[str]) -> bool:

@@ -1,5 +1,7 @@
 """Data as people have it: conversations, parquet, folders, rows from Python, and no answers."""
 
+import csv
+import gzip
 import json
 import math
 import re
@@ -13,7 +15,8 @@ import pytest
 
 from prime_composer.extras import pip_install
 from prime_composer.problems.answers import contains
-from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.config import DataConfig, Problem, Turn
+from prime_composer.problems.files import read_file
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import prompt_messages, render_prompt
 from prime_composer.problems.rows import is_missing, problem_of_row, problem_or_none
@@ -60,7 +63,8 @@ def test_conversation_ends_in_its_answer() -> None:
     row = chat(system, user("Hi"), assistant("Yes?"), user(" How old? "), assistant(" 57\n"))
     problem = read(row, **CHAT)
     assert (problem.question, problem.answer) == ("How old?", "57")
-    assert problem.context == (("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"))
+    said = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes?"))
+    assert problem.context == said
     config = DataConfig(source="rows", **CHAT)
     assert config.chat_template
     wanted = [system, user("Hi"), assistant("Yes?"), user("How old?")]
@@ -81,10 +85,15 @@ def test_system_prompt_is_first_unless_a_row_has_its_own() -> None:
     ("row", "complaint"),
     [
         (chat(), r'"messages" must be a list of messages, found an empty one'),
-        ({"messages": "hi"}, r'"messages" must be a list of messages, found str'),
+        ({"messages": "hi"}, r'"messages" must be a list of messages.*JSON.*prompt_key'),
+        ({"messages": '{"role": "user"}'}, r'"messages" must be a list of messages, found dict'),
         (chat(user("q"), {"role": "tool", "content": "x"}), "message 2 has role 'tool'.*by id"),
         (chat(user("q"), {**assistant("x"), "tool_calls": [{}]}), "message 2 has tool_calls"),
-        (chat({"role": "user", "content": [{"text": "q"}]}), "message 1: content must be a string"),
+        (chat({"role": "user", "content": 3}), "message 1: content must be a string"),
+        (
+            chat({"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}),
+            "message 1: a part of content is no text.*leave such rows out",
+        ),
         (chat(user("q"), {"role": "system", "content": "x"}, user("q")), "message 2 is of the sys"),
         (chat(assistant("a")), "before the answer it ends with nothing"),
         (chat(user("q"), assistant("a"), assistant("b")), "ends with a message of the assistant"),
@@ -96,6 +105,37 @@ def test_system_prompt_is_first_unless_a_row_has_its_own() -> None:
 def test_conversation_that_is_none_names_the_message(row: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         read(row, **CHAT)
+
+
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "How old?"},
+            {"from": "gpt", "value": "57"}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        SHAREGPT,
+        json.dumps(SHAREGPT),
+        [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
+         user("How old?"), {"role": "model", "content": [{"type": "text", "text": "57"}]}],
+        np.array(SHAREGPT, dtype=object),
+    ],
+    ids=["sharegpt", "JSON", "parts", "arrays"],
+)  # fmt: skip
+def test_conversation_is_read_as_people_store_it(stored: Any) -> None:
+    problem = read({"messages": stored}, **CHAT)
+    assert (problem.question, problem.answer) == ("How old?", "57")
+    assert problem.context == (Turn("system", "Be brief."),)
+
+
+def test_reasoning_beside_an_answer_goes_to_the_template() -> None:
+    """It is under the name that templates read, in the history and in the answer."""
+    thought = {"reasoning_content": "30 and 27."}
+    row = chat(user("Hi"), assistant("Yes?") | thought, user("Sum?"), assistant("57") | thought)
+    problem = read(row, **CHAT)
+    assert problem.answer == "57" and problem.reasoning == "30 and 27."
+    history = prompt_messages(problem, DataConfig(source="rows", **CHAT))
+    assert history[1] == assistant("Yes?") | thought
 
 
 def test_row_without_the_columns_names_the_key_for_messages() -> None:
@@ -351,3 +391,36 @@ def test_conversation_may_be_an_array() -> None:
     config = DataConfig(source="rows", messages_key="messages", metric="contains")
     problem = problem_or_none({"messages": np.array(messages, dtype=object)}, config)
     assert problem is not None and (problem.question, problem.answer) == ("q?", "a")
+
+
+def test_csv_and_gzip_give_what_jsonl_gives(tmp_path: Path) -> None:
+    """A value of a CSV file may have line breaks, and any length."""
+    rows = [{"question": f'{n}, "so"\n?', "answer": "long " * 40_000 + str(n)} for n in range(3)]
+    plain = write_jsonl(tmp_path / "a.jsonl", rows)
+    zipped = tmp_path / "b.jsonl.gz"
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    table = tmp_path / "c.csv"
+    with table.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+    config = DataConfig(path=tmp_path, metric="exact")
+    first, *others = (read_file(path, config) for path in (plain, zipped, table))
+    assert len(first) == 3 and others == [first, first]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.csv", b"question,answer\n1,2\n3\n", "a.csv, row 2 has not as many values"),
+        ("a.csv", b"question,answer\n1,2,3\n", "a.csv, row 1 has not as many values"),
+        ("a.csv", b"question,answer\n\xff,2\n", "a.csv cannot be read as CSV in UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 99)[:-9], "a.jsonl.gz cannot be read"),
+        ("a.jsonl.gz", b"{}", "a.jsonl.gz cannot be read.*gzip"),
+    ],
+)
+def test_broken_file_is_named(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        read_file(path, DataConfig(path=path, metric="exact"))

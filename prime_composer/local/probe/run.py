@@ -412,8 +412,8 @@ def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) 
         yield advice_on_k(own, teacher.support)
     if teacher.same_prompts is False:
         yield (
-            "its own template writes other prompts, and it reads the student's; a teacher without "
-            "that template, or data with the teacher's, would suit it better."
+            "its own template writes other prompts, and it is sent the student's: for a chat model "
+            "set prompt.chat_template = true."
         )
     masked: set[int | str] = set() if mask is None else {*mask.ids, *mask.strings}
     for token in teacher.special_tokens:

@@ -21,6 +21,7 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.contract import Scores, given
 from prime_composer.divergences import entropy, reverse_kl
+from prime_composer.environments.tasks import Task
 from prime_composer.local.probe.report import (
     NO_ROLLOUT,
     Agreement,
@@ -38,6 +39,7 @@ from prime_composer.local.probe.report import (
 )
 from prime_composer.local.probe.tokenizers import pair_facts
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.step.batch import Batch, Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.compatibility import (
@@ -49,6 +51,8 @@ from prime_composer.teachers.compatibility import (
     special_tokens,
     tokenizer_hash,
 )
+from prime_composer.teachers.mixture import READ_THEIR_OWN
+from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
@@ -83,8 +87,8 @@ class Target:
 
     @property
     def asked(self) -> Scorer | None:
-        """The scorer that asks the teacher, in the teacher's tokens."""
-        return self.scorer.scorer if isinstance(self.scorer, OwnTokenizerScorer) else self.scorer
+        """The scorer that asks the teacher, in the teacher's tokens and with its prompts."""
+        return self.scorer.scorer if isinstance(self.scorer, READ_THEIR_OWN) else self.scorer
 
 
 def probe_teacher(
@@ -164,7 +168,7 @@ def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, b
 
     A server is asked too, also where its tokenizer is on this machine. One that is not is None.
     """
-    tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.scorer, True, True
+    tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.asked, True, True
     try:
         if tokenizer is not None:
             check_tokenizers(student, tokenizer)
@@ -207,16 +211,19 @@ def hash_of(value: object) -> str:
 
 
 def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) -> bool:
-    """Return whether the teacher's own tokenizer and template write the rollouts' prompts alike."""
-    samples = target.samples
+    """Return whether the teacher is sent what its own chat template writes, or without one what
+    its tokenizer does."""
+    samples = [sample for sample in target.samples if not isinstance(sample.problem, Task)]
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
-        raise NotMeasured(NO_ROLLOUT)
-    if target.has_own_tokenizer:
+        raise NotMeasured("there are no rollouts of problems")
+    if target.has_own_tokenizer or isinstance(target.scorer, OwnPromptScorer):
         raise NotMeasured("it reads prompts of its own")
-    own = TokenizedProblems(tokenized.problem_set, tokenizer)
-    return all(own.prompt(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    chats = TeacherPromptConfig(chat_template=True) if has_template else None
+    own = TeacherPrompts(tokenized.problem_set, tokenizer, tokenized.prompt, target.table, chats)
+    return all(own.of(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
 
 
 def logprob_mode(sampler: Sampler, prompt: Sequence[int]) -> str:
@@ -423,6 +430,8 @@ def checkpoint_agreement(target: Target) -> Agreement:
     """Compare a server's numbers with a float32 forward pass of its checkpoint on this machine."""
     if target.has_own_tokenizer:
         raise NotMeasured("its tokens are not the student's")
+    if isinstance(target.scorer, OwnPromptScorer):
+        raise NotMeasured("it reads prompts of its own")
     if target.facts.url is None:
         raise NotMeasured("it runs in this process, from its own checkpoint")
     folder = Path(target.facts.model)

@@ -13,7 +13,7 @@ from prime_composer.backends.hf_model import check_plain_head, load_tokenizer, r
 from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.transformers import window_of
-from prime_composer.local.opening import room_of, round_student
+from prime_composer.local.opening import own_prompts, room_of, round_student
 from prime_composer.local.preflight import (
     binding,
     check_hinted_prompts,
@@ -278,7 +278,7 @@ def check_sequences(
         read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)
     held_out = problems.held_out[: recipe.eval.largest]
     limits = context(rollout.backend, rollout, folder)
-    check_prompts(tokenized, problems.practice, held_out, recipe.rollout, sampler=limits)
+    check_prompts(tokenized.prompt, problems.practice, held_out, recipe.rollout, sampler=limits)
     student = read_config(folder).get_text_config()
     teacher = recipe.teacher
     if teacher is not None and teacher.policy is not None and teacher.on_overflow == "error":
@@ -294,8 +294,11 @@ def check_sequences(
         f"the context is {rollout.max_model_len}"
     )
     scored_problems, evaluated = map(routing.route, (problems.practice, held_out))
+    prompts = own_prompts(readers, tokenized, folders)
     for scorer, config in readers.items():
-        limits = context(config.runs_on(rollout.backend), rollout, folders[scorer.table])
+        own = prompts.get(scorer)
+        room = rollout if own is None else rollout.within(rollout.context() + own.surplus)
+        limits = context(config.runs_on(rollout.backend), room, folders[scorer.table])
         limits = binding(limits, config.on_overflow)
         support_size, _ = recipe.loss.asked_of_teacher
         if config.tokenizer == "own":  # its window counts its own tokens: the preflight looks
@@ -303,7 +306,8 @@ def check_sequences(
             continue
         with naming(scorer, among=routing.teachers):
             asked = (scored_problems[scorer], evaluated[scorer])
-            check_lengths(tokenized, *asked, recipe.rollout, limits, scorer)
+            prompt_of = tokenized.prompt if own is None else own.of
+            check_lengths(tokenized, *asked, recipe.rollout, limits, scorer, prompt_of)
             lines += compare_with_teacher(
                 tokenizer, student.vocab_size, folders[scorer.table], support_size
             )

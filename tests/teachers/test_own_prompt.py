@@ -1,0 +1,279 @@
+"""A teacher that reads a prompt of its own, against plain transformers in float64."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.hf_model import load_model, load_tokenizer
+from prime_composer.backends.protocols import Rollout, SamplingParams
+from prime_composer.cli.commands import main
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
+from prime_composer.local.preflight import preflight
+from prime_composer.local.sources import load_sources
+from prime_composer.recipe.loading import parse_recipe
+from tests.chat_models import (
+    CHATML,
+    TEXT_END,
+    TURN_END,
+    make_tokenizer,
+    recipe_of,
+    save_model,
+    write_rows,
+)
+
+ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(20)]
+SYSTEM = "Answer in one word, and think of whom you speak to."
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> dict[str, Any]:
+    """Return a recipe of a base model without a template that learns from its chat model."""
+    student = save_model(tmp_path / "base", make_tokenizer(None), [TEXT_END], 0)
+    teacher = save_model(tmp_path / "chat", make_tokenizer(), [TEXT_END, TURN_END], 1)
+    data = write_rows(tmp_path / "rows.jsonl", ROWS)
+    recipe = recipe_of(student, teacher, data)
+    recipe["data"]["chat_template"] = False
+    return recipe
+
+
+def opened(recipe: dict[str, Any]) -> Engine:
+    parsed = parse_recipe(recipe)
+    return open_engine(parsed, load_sources(parsed), {}, lambda _: None)
+
+
+def reference(folder: str, messages: list[dict[str, str]], rollout: Rollout, **more: Any) -> Any:
+    """Return log q of a completion's rows in float64, under the messages as the template has
+    them."""
+    tokenizer = load_tokenizer(folder)
+    own = {"add_generation_prompt": True, "tokenize": True, "return_dict": False} | more
+    prompt = list(tokenizer.apply_chat_template(messages, **own))
+    completion = rollout.token_ids[rollout.start :].tolist()
+    model = load_model(folder, "float32", "cpu").double()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+ASKED = [
+    ({"chat_template": True}, [], "Question: {}\nAnswer:"),
+    ({"chat_template": True, "prompt_template": "{question}"}, [], "{}"),
+    ({"system": SYSTEM}, [{"role": "system", "content": SYSTEM}], "Question: {}\nAnswer:"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "before", "text"), ASKED)
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("loss", ["teacher", "student", "full"])
+def test_scores_are_those_under_the_teachers_prompt(
+    pair: dict[str, Any], prompt: dict[str, Any], before: Any, text: str, backend: str, loss: str
+) -> None:
+    """The student's completion behind the teacher's own prompt, in whatever way it is asked."""
+    pair["teacher"] |= {"prompt": prompt, "backend": backend}
+    size: dict[str, Any] = {"k": "full"} if loss == "full" else {"k": 8, "chosen_by": loss}
+    kind = "generalized_jsd" if loss == "full" else "topk_reverse_kl"
+    pair["loss"] = {"type": kind, **size}
+    with opened(pair) as engine:
+        problem = engine.problems.problem_set.practice[0]
+        asked = engine.problems.prompt(problem)
+        params = SamplingParams(n=2, max_tokens=12)
+        rollouts = engine.sampler.generate([asked], params, seed=0)
+        assert engine.teachers is not None
+        support, by_student = engine.loss.asked_of_teacher
+        chosen = [torch.arange(8).expand(len(r.token_ids) - r.start, 8) for r in rollouts]
+        found = engine.teachers.score(
+            rollouts,
+            [problem] * 2,
+            support,
+            chosen if by_student else None,
+            engine.reads_hidden_states,
+        )
+    messages = [*before, {"role": "user", "content": text.format(problem.question)}]
+    for rollout, scores in zip(rollouts, found, strict=True):
+        assert scores.start == rollout.start == len(asked)
+        rows = reference(pair["teacher"]["model"], messages, rollout)
+        sampled = rollout.token_ids[rollout.start :]
+        expected = rows.gather(1, sampled.unsqueeze(1))[:, 0]
+        torch.testing.assert_close(scores.ref_logprobs.double(), expected, atol=2e-5, rtol=0)
+        expected = rows.gather(1, scores.token_ids)
+        torch.testing.assert_close(scores.teacher_logprobs.double(), expected, atol=2e-5, rtol=0)
+
+
+def sampled(engine: Engine) -> tuple[Any, list[Rollout]]:
+    """Return the first problem, and two answers of the student to it."""
+    problem = engine.problems.problem_set.practice[0]
+    params = SamplingParams(n=2, max_tokens=12)
+    return problem, engine.sampler.generate([engine.problems.prompt(problem)], params, seed=0)
+
+
+def test_teachers_with_different_prompts_keep_their_own(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """A mixture of one model under two prompts, in either order, is that of its two rows."""
+    model = pair.pop("teacher")["model"]
+    tables = {
+        "brief": {"model": model, "prompt": {"system": SYSTEM}, "weight": 1.0},
+        "plain": {"model": model, "prompt": {"chat_template": False}, "weight": 3.0},
+    }
+    found = []
+    for names in (["brief", "plain"], ["plain", "brief"]):
+        with opened(pair | {"teachers": {name: tables[name] for name in names}}) as engine:
+            problem, rollouts = sampled(engine)
+            assert engine.teachers is not None
+            found.append(engine.teachers.score(rollouts, [problem] * 2, 0)[0].ref_logprobs)
+    text = f"Question: {problem.question}\nAnswer:"
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+    chat = reference(model, messages, rollouts[0])
+    plain = reference(model, messages[1:], rollouts[0], chat_template="{{ messages[0].content }}")
+    ids = rollouts[0].token_ids[rollouts[0].start :].unsqueeze(1)
+    expected = (0.25 * chat.exp() + 0.75 * plain.exp()).log().gather(1, ids)[:, 0]
+    for one in found:
+        torch.testing.assert_close(one.double(), expected, atol=2e-5, rtol=0)
+
+
+def test_template_of_a_file_is_the_teachers(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """Also where the teacher's tokenizer has another one, or none."""
+    template = CHATML.replace("<|im_start|>", "<|im_end|>")
+    (tmp_path / "t.jinja").write_text(template)
+    pair["teacher"]["prompt"] = {"chat_template": str(tmp_path / "t.jinja")}
+    with opened(pair) as engine:
+        problem, rollouts = sampled(engine)
+        assert engine.teachers is not None
+        (scores, _) = engine.teachers.score(rollouts, [problem] * 2, 0)
+    messages = [{"role": "user", "content": f"Question: {problem.question}\nAnswer:"}]
+    rows = reference(pair["teacher"]["model"], messages, rollouts[0], chat_template=template)
+    ids = rollouts[0].token_ids[rollouts[0].start :].unsqueeze(1)
+    expected = rows.gather(1, ids)[:, 0]
+    torch.testing.assert_close(scores.ref_logprobs.double(), expected, atol=2e-5, rtol=0)
+
+
+def test_teachers_answer_follows_the_students_prompt(pair: dict[str, Any]) -> None:
+    """What the teacher writes under its own prompt trains behind the student's."""
+    pair["teacher"]["prompt"] = {"chat_template": True}
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with opened(pair) as engine:
+        problem = engine.problems.problem_set.practice[0]
+        asked = engine.problems.prompt(problem)
+        assert engine.teachers is not None
+        (scorer,) = engine.teachers.scorers.values()
+        assert scorer.sampler is not None
+        (answer,) = scorer.sampler.generate([asked], params, seed=0)
+    assert answer.token_ids[: answer.start].tolist() == asked
+    messages = [{"role": "user", "content": f"Question: {problem.question}\nAnswer:"}]
+    rows = reference(pair["teacher"]["model"], messages, answer)
+    assert rows.argmax(-1).tolist() == answer.token_ids[answer.start :].tolist()
+
+
+def test_tape_keeps_answers_by_what_was_read(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """Another prompt is another question; the same one is answered without the teacher."""
+    pair["teacher"] |= {"prompt": {"chat_template": True}, "tape": str(tmp_path / "tape")}
+    with opened(pair) as engine:
+        problem, rollouts = sampled(engine)
+        assert engine.teachers is not None
+        first = engine.teachers.score(rollouts, [problem] * 2, 8)
+        assert engine.teachers.take_metrics() == {"tape/read": 0.0}
+    pair["teacher"]["tape_only"] = True
+    with opened(pair) as engine:
+        assert engine.teachers is not None
+        again = engine.teachers.score(rollouts, [problem] * 2, 8)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.teacher_logprobs, other.teacher_logprobs)
+    pair["teacher"]["prompt"] = {"system": SYSTEM}
+    with opened(pair) as engine, pytest.raises(ValueError, match="lacks 2 of 2"):
+        assert engine.teachers is not None
+        engine.teachers.score(rollouts, [problem] * 2, 8)
+
+
+def warnings(recipe: dict[str, Any]) -> list[str]:
+    parsed = parse_recipe(recipe)
+    with opened(recipe) as engine:
+        found, said = preflight(engine, parsed, lambda _: None), []
+    said = [one.text for one in found.findings if one.state == "warning"]
+    return [text for text in said if "prompt.chat_template" in text]
+
+
+def test_chat_model_under_plain_prompts_is_a_warning(pair: dict[str, Any]) -> None:
+    """It has both -log q in it, by float64, and any word about the prompt silences it."""
+    (text,) = warnings(pair)
+    assert "teacher.prompt.chat_template = true" in text
+    shown = [float(number) for number in re.findall(r"\d+\.\d\d", text)]
+    with opened(pair) as engine:
+        problems = engine.problems.problem_set.practice[:8]
+        asked = [engine.problems.prompt(one) for one in problems]
+        rollouts = engine.sampler.generate(asked, SamplingParams(max_tokens=8), seed=0)
+    nats: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    for problem, rollout in zip(problems, rollouts, strict=True):
+        messages = [{"role": "user", "content": f"Question: {problem.question}\nAnswer:"}]
+        for chats, more in ((False, {"chat_template": "{{ messages[0].content }}"}), (True, {})):
+            rows = reference(pair["teacher"]["model"], messages, rollout, **more)
+            ids = rollout.token_ids[rollout.start :].unsqueeze(1)
+            nats[chats].append(-rows.gather(1, ids)[:, 0])
+    expected = [
+        float(torch.cat([own[part] for own in nats[chats]]).mean())
+        for chats in (False, True)
+        for part in (slice(4), slice(4, None))
+    ]
+    assert shown == pytest.approx(expected, abs=0.006)
+    for said in (True, False):
+        pair["teacher"]["prompt"] = {"chat_template": said}
+        assert warnings(pair) == []
+
+
+def test_long_prompt_of_the_teacher_has_room(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """The context is the student's; the teacher's engine has as much more as its prompts need."""
+    pair["teacher"]["prompt"] = {"system": "Be brief. " * 40}
+    pair["rollout"]["max_model_len"] = 60
+    assert warnings(pair) == []
+    with opened(pair) as engine:
+        problem, rollouts = sampled(engine)
+        assert engine.teachers is not None
+        (teacher,) = engine.teachers.scorers
+        room = engine.teachers.room(teacher, rollouts[0])
+    assert engine.context == 60 and room is not None and room >= 59
+
+
+def run(tmp_path: Path, recipe: dict[str, Any], *words: str) -> int:
+    """Run a recipe by the command."""
+    import tomli_w
+
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    out = ["--output-dir", str(tmp_path / "out")]
+    return main(["rl", "--engine", "local", "--config", str(file), *out, *words])
+
+
+def test_run_with_a_chat_teacher_trains_and_resumes(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """The dry run, a run with evaluations, and its continuation."""
+    pair["teacher"]["prompt"] = {"chat_template": True, "prompt_template": "{question}"}
+    pair["trainer"]["steps"] = 2
+    assert run(tmp_path, pair, "--dry-run") == 0
+    assert run(tmp_path, pair) == 0
+    assert run(tmp_path, pair, "--resume", "--set", "trainer.steps=3") == 0
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"teacher": {"prompt": {"prompt_template": "Q:"}}}, r"\[teacher.prompt\].*question"),
+        ({"teacher": {"prompt": {"system": "x", "chat_template": False}}},
+         r"\[teacher.prompt\].*chat_template = false"),
+        ({"teacher": {"prompt": {"chat_template": "no.jinja"}}}, "teacher.prompt.*no.jinja"),
+        ({"teacher": {"prompt": {"system": "x"}, "model": None, "policy": {}}},
+         r"\[teacher.policy\].*leave one of them out"),
+    ],
+)  # fmt: skip
+def test_prompt_that_cannot_be_written_names_its_key(
+    tmp_path: Path,
+    pair: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    tables: dict[str, Any],
+    words: str,
+) -> None:
+    for name, table in tables.items():
+        merged = pair[name] | table
+        pair[name] = {key: value for key, value in merged.items() if value is not None}
+    assert run(tmp_path, pair, "--dry-run") == 2
+    assert re.search(words, capsys.readouterr().err)
