@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from prime_composer.contract import Scores
+
+
+class Turn(NamedTuple):
+    """An answer of the student within a conversation."""
+
+    start: int  # index of its first token
+    asked: str  # the messages before it and the conversation's tools, as JSON
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +31,7 @@ class Rollout:
         finish_reason: "stop" at EOS or a stop token, "length" at the end of the token budget.
         prompt_index: index of the prompt in the ``generate`` call; a group's rollouts share it.
         by_teacher: the teacher sampled it, and not the student.
+        turns: of a conversation, each answer of the student in it.
     """
 
     token_ids: Int[Tensor, " seq"]
@@ -32,6 +40,7 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     prompt_index: int
     by_teacher: bool = False
+    turns: tuple[Turn, ...] = ()
 
     @classmethod
     def not_sampled(

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from prime_composer.backends.protocols import Rollout
+from prime_composer.backends.protocols import Rollout, Turn
+from prime_composer.teachers.own_prompt import conversation
 
 
 class EnvironmentFailed(ValueError):
@@ -66,8 +67,15 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
         return Failure(f"its reward is {reward}")
     reason = finish_reason(turns)
     calls = [message.tool_calls or () for message in trace.assistant_messages]
+    asked = asked_by_prompt(trace)
+    named = [
+        replace(one, turns=(Turn(one.start, messages),))
+        if (messages := asked.get(tuple(one.token_ids[: one.start].tolist()))) is not None
+        else one
+        for one in turns
+    ]
     return Episode(
-        [replace(one, finish_reason=reason) for one in interleave(turns, place)],
+        [replace(one, finish_reason=reason) for one in interleave(named, place)],
         reward,
         trace.last_reply,
         len(turns),
@@ -75,6 +83,20 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
         trace.stop_condition == "max_turns",
         "\n".join(str(node.message.content) for node in trace.nodes if not node.sampled),
     )
+
+
+def asked_by_prompt(trace: Any) -> dict[tuple[int, ...], str]:
+    """Return what each answer of the student was asked as JSON, by the tokens of its prompt."""
+    asked = {}
+    for branch in trace.branches:
+        prompt: list[int] = []
+        for index, node in enumerate(branch.nodes):
+            if node.sampled and True in node.mask:
+                before = conversation([one.message for one in branch.nodes[:index]], trace.tools)
+                if before is not None:
+                    asked[(*prompt, *node.token_ids[: node.mask.index(True)])] = before
+            prompt += node.token_ids
+    return asked
 
 
 def interleave(turns: Sequence[Rollout], prompt_index: int) -> list[Rollout]:
@@ -112,6 +134,7 @@ def _extend(earlier: Rollout, turn: Rollout) -> Rollout:
         loss_mask=loss_mask,
         inference_logprobs=logprobs,
         prompt_index=earlier.prompt_index,
+        turns=(*earlier.turns, *turn.turns),
     )
 
 

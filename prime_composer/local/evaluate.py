@@ -196,10 +196,17 @@ class Evaluator:
             sampler = self._teacher_sampler(engine.teachers, teacher)
             rule = engine.teachers.routing.teachers[teacher].on_overflow
             room = None if rule == "error" else sampler.limits.max_model_len
+            tasks: Sequence[int] = ()
+            if isinstance(engine.teachers.scorers[teacher], OwnPromptScorer):
+                # Environments render the student's prompts.
+                tasks = [*parts_of(problems).tasks]
+                if tasks:
+                    self.not_measured.add(f"the {teacher.display}'s own answers to tasks")
             indices = [
                 index
                 for index, share in enumerate(shares)
                 if teacher in share
+                and index not in tasks
                 and (room is None or self._fits(self._read_by(teacher, problems[index]), room))
             ]
             if not indices:

@@ -6,7 +6,7 @@ that becomes the tokens of a plain text, and not the token that ends a turn.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -194,6 +194,34 @@ def chat_text(
             f"{problem.question[:60]!r}: {error}. Change the data, or the chat template"
         ) from error
     return text
+
+
+def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template_args: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Return the token ids of a conversation, and of what an answer to it begins with."""
+    texts = [one["content"] for one in messages if isinstance(one.get("content"), str)]
+    marks = marks_of(tokenizer, texts)
+    marked = [
+        {**one, "content": _replace(text, marks)}
+        if isinstance(text := one.get("content"), str)
+        else {**one}
+        for one in messages
+    ]
+    try:
+        text = tokenizer.apply_chat_template(
+            *(marked, tools or None),
+            add_generation_prompt=True,
+            tokenize=False,
+            **(template_args or {}),
+        )
+    except Exception as error:  # templates are programs, and raise what they like
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses the messages ({roles}): {error}") from error
+    return encode(tokenizer, text, marks)
 
 
 def around_answer(

@@ -186,8 +186,16 @@ def check_own_prompts(
                 f"[{table}.prompt]: [{table}.policy] writes the teacher's prompt, from a hint; "
                 "leave one of them out"
             )
-        for data in sources.values():
-            if isinstance(data, DataConfig):
+        for source, data in sources.items():
+            if not isinstance(data, DataConfig):
+                plain = teacher.prompt.chat_template is False
+                if plain or teacher.prompt.prompt_template is not None:
+                    key = "chat_template = false" if plain else "prompt_template"
+                    raise ValueError(
+                        f"[{table}.prompt] {key}: [{source}] has an id, and messages of its own, "
+                        "which go through a chat template: leave it out"
+                    )
+            else:
                 try:
                     teacher.prompt.of(data)
                 except ValidationError as error:

@@ -381,7 +381,8 @@ class Recipe(Table):
         )
         reference = {} if self.reference is None else {"reference": self.reference}
         tables = {**self.teacher_tables, **reference}
-        check_own_prompts(tables, self.sources)
+        by_table = {self._table_of(name): source for name, source in self.sources.items()}
+        check_own_prompts(tables, by_table)
         check_tapes(tables)
         check_ahead(self.rollout.ahead, self.rollout.backend, tables)
         check_end(self.checks.collapse, self.loss, has_reference=self.reference is not None)

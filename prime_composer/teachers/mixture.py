@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.backends.answers import check_scores
@@ -261,6 +261,7 @@ def mix(
         ),
         known,
         scores[0].start,
+        scored=_scored_by_all(scores),
     )
     check_scores(
         mixed,
@@ -273,6 +274,12 @@ def mix(
         trained=trained,
     )
     return mixed
+
+
+def _scored_by_all(scores: Sequence[Scores]) -> Bool[Tensor, " n"] | None:
+    """Return which tokens every teacher has a score of; None for all."""
+    own = [s.scored for s in scores if s.scored is not None]
+    return torch.stack(own).all(dim=0) if own else None
 
 
 def _known_share(scores: Scores, log_weight: float) -> Float[Tensor, "n k"]:

@@ -2,12 +2,15 @@
 
 It reads its own prompt of a problem, and then the tokens of the student's completion. Everybody
 else sees a teacher that read the student's prompt. In front of any scorer: transformers, vLLM, a
-server, a tape.
+server, a tape. Of a conversation it reads each answer behind its own prompt of the messages before.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +20,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
-from prime_composer.contract import Scores
+from prime_composer.contract import HiddenStates, Scores, given
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.problems.prompts import render_prompt
+from prime_composer.problems.prompts import render_messages, render_prompt
 from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.watch import starts_of
 
-Prompts = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the teacher's prompt of a student's."""
+PLAIN = TeacherPromptConfig()
+"""Nothing of a prompt is the teacher's own, but its tokenizer."""
 
 
 class TeacherPrompts:
@@ -37,7 +40,7 @@ class TeacherPrompts:
     Args:
         tokenizer: the teacher's.
         student_prompt: returns the student's prompt of a problem.
-        asks: what of the prompts is the teacher's own; None: its tokenizer alone.
+        asks: what of the prompts is the teacher's own.
 
     Raises:
         PreflightError: a chat template is needed, and there is none.
@@ -49,16 +52,11 @@ class TeacherPrompts:
         tokenizer: Any,
         student_prompt: Callable[[Problem], Sequence[int]],
         table: str,
-        asks: TeacherPromptConfig | None = None,
+        asks: TeacherPromptConfig = PLAIN,
     ):
-        self.problem_set, self.tokenizer, self._table = problem_set, tokenizer, table
-        self._sources = {
-            name: data if asks is None else asks.of(data)
-            for name, data in problem_set.sources.items()
-        }
-        if asks is not None and isinstance(asks.chat_template, Path):
-            self.tokenizer = copy.copy(tokenizer)
-            self.tokenizer.chat_template = _template_in(asks.chat_template, table)
+        self.problem_set, self._table, self._asks = problem_set, table, asks
+        self._sources = {name: asks.of(data) for name, data in problem_set.sources.items()}
+        self.tokenizer = with_template(tokenizer, asks, table)
         chats = any(data.chat_template for data in self._sources.values())
         if chats and getattr(self.tokenizer, "chat_template", None) is None:
             raise PreflightError(
@@ -70,6 +68,7 @@ class TeacherPrompts:
         self._problems: dict[tuple[int, ...], Problem] = {}
         # A problem is asked in many steps.
         self.of = cache(self._rendered)
+        self.of_conversation = cache(self._rendered_conversation)
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         """Return the teacher's prompt of the problem whose prompt this is."""
@@ -101,20 +100,125 @@ class TeacherPrompts:
         return max(0, self.longest(problems) - max(len(self._student_prompt(p)) for p in problems))
 
     def _rendered(self, problem: Problem) -> list[int]:
+        messages = getattr(problem, "messages", None)  # of a task of an environment by id
+        if messages is not None:
+            return self.of_conversation(json.dumps({"messages": json.loads(messages)}))
         try:
             return render_prompt(problem, self.config_of(problem), self.tokenizer)
         except ValueError as error:
             raise PreflightError(f"[{self._table}.prompt] {error}") from None
 
+    def _rendered_conversation(self, asked: str) -> list[int]:
+        """Return the prompt of a conversation, as JSON with messages and tools."""
+        try:
+            return prompt_of_messages(
+                **json.loads(asked), asks=self._asks, tokenizer=self.tokenizer
+            )
+        except ValueError as error:
+            raise PreflightError(f"[{self._table}.prompt] {error}") from None
 
-def _template_in(path: Path, table: str) -> str:
-    """Return the chat template in a file."""
+
+def prompt_of_messages(
+    messages: Sequence[Mapping[str, Any]],
+    asks: TeacherPromptConfig,
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Return the teacher's prompt of a conversation that ends in what is to be answered.
+
+    Args:
+        messages: under the names of chat templates.
+        asks: what of the prompt is the teacher's own.
+        tokenizer: the teacher's, with the template of ``asks``.
+        tools: the tools that the conversation may call, as JSON schemas.
+
+    Raises:
+        ValueError: the template refuses the messages, or they are more than one plain text.
+    """
+    *before, last = messages
+    if asks.prompt_template is not None and last["role"] == "user":
+        text = asks.prompt_template.replace("{question}", last["content"])
+        last = {**last, "content": text}
+    own = [*before, last]
+    if asks.chat_template is False:
+        if before or last["role"] != "user":
+            raise ValueError(
+                "chat_template = false: a conversation of several messages is no plain text"
+            )
+        return list(tokenizer.encode(last["content"]))
+    if asks.system and own[0]["role"] != "system":
+        own.insert(0, {"role": "system", "content": asks.system})
+    return render_messages(own, tokenizer, asks.template_args, tools)
+
+
+def conversation(messages: Sequence[Any], tools: Sequence[Any] = ()) -> str | None:
+    """Return messages and tools of verifiers for a chat template, as JSON.
+
+    None: a message has more than text.
+    """
+    read = [as_template_reads(message) for message in messages]
+    if any(message is None for message in read):
+        return None
+    names = ("name", "description", "parameters")
+    schemas = [
+        {"type": "function", "function": {name: getattr(tool, name) for name in names}}
+        for tool in tools
+    ]
+    return json.dumps({"messages": read, "tools": schemas})
+
+
+def as_template_reads(message: Any) -> dict[str, Any] | None:
+    """Return a message of verifiers for a chat template; None where it has more than text."""
+    fields = dict(message.model_dump(mode="json", exclude_none=True))
+    content = fields.get("content") or ""
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in content):
+            return None
+        content = "\n".join(part["text"] for part in content)
+    calls = [_tool_call(call) for call in fields.get("tool_calls") or ()]
+    return fields | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool as chat templates read it: its arguments are an object."""
+    arguments = call.get("arguments", "")
+    with suppress(ValueError):
+        arguments = json.loads(arguments)
+    function = {"name": call.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def with_template(tokenizer: Any, asks: TeacherPromptConfig, table: str) -> Any:
+    """Return a teacher's tokenizer, with the chat template of a file where ``asks`` names one."""
+    path = asks.chat_template
+    if not isinstance(path, Path):
+        return tokenizer
+    own = copy.copy(tokenizer)
     try:
-        return path.expanduser().read_text("utf-8")
+        own.chat_template = path.expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PreflightError(
             f"[{table}.prompt] chat_template = {str(path)!r} cannot be read: {error}"
         ) from None
+    return own
+
+
+@dataclass(frozen=True)
+class Piece:
+    """An answer of the student in a rollout, and what the teacher reads before it."""
+
+    rollout: Rollout  # up to the answer's end; the answer alone trains
+    prompt: Sequence[int]  # the teacher's
+
+    @property
+    def start(self) -> int:
+        """Index of the answer's first token in the rollout."""
+        return self.rollout.start
+
+    @property
+    def end(self) -> int:
+        """Index behind its last token."""
+        return len(self.rollout.token_ids)
 
 
 class OwnPromptScorer:
@@ -125,7 +229,7 @@ class OwnPromptScorer:
         prompts: what it reads.
     """
 
-    def __init__(self, scorer: Scorer, prompts: Prompts):
+    def __init__(self, scorer: Scorer, prompts: TeacherPrompts):
         self.scorer, self.prompts = scorer, prompts
 
     @property
@@ -162,19 +266,56 @@ class OwnPromptScorer:
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
     ) -> list[Scores]:
-        """Score as ``protocols.Scorer`` says, under the teacher's own prompts."""
+        """Score as ``protocols.Scorer`` says, under the teacher's own prompts.
+
+        What lies between the answers of a conversation is not ``scored``.
+        """
         assert prompts is None, "they are the teacher's own"
-        own = [self.prompt_of(rollout) for rollout in rollouts]
-        scores = self.scorer.score(
-            rollouts, support_size, own, candidate_ids=candidate_ids, hidden=hidden
+        by_rollout = [self.pieces(rollout) for rollout in rollouts]
+        chosen = candidate_ids
+        if candidate_ids is not None:
+            candidate_ids = [
+                ids[piece.start - rollout.start : piece.end - rollout.start]
+                for ids, rollout, pieces in zip(candidate_ids, rollouts, by_rollout, strict=True)
+                for piece in pieces
+            ]
+        pieces = [piece for own in by_rollout for piece in own]
+        answers = iter(
+            self.scorer.score(
+                [piece.rollout for piece in pieces],
+                support_size,
+                [piece.prompt for piece in pieces],
+                candidate_ids=candidate_ids,
+                hidden=hidden,
+            )
         )
         return [
-            replace(one, start=rollout.start) for one, rollout in zip(scores, rollouts, strict=True)
+            joined(
+                rollout,
+                [(piece, next(answers)) for piece in own],
+                None if chosen is None else chosen[index],
+            )
+            for index, (rollout, own) in enumerate(zip(rollouts, by_rollout, strict=True))
         ]
 
-    def prompt_of(self, rollout: Rollout) -> Sequence[int]:
-        """Return what the teacher reads in front of a rollout's completion."""
-        return self.prompts(rollout.token_ids[: rollout.start].tolist())
+    def pieces(self, rollout: Rollout) -> list[Piece]:
+        """Return the answers in a rollout: one, or those of a conversation."""
+        if not rollout.turns:
+            if not rollout.trained.all():
+                raise ValueError(
+                    "a teacher with a prompt of its own reads messages, and those of a "
+                    "conversation are not known"
+                )
+            return [Piece(rollout, self.prompts(rollout.token_ids[: rollout.start].tolist()))]
+        pieces = []
+        for turn in rollout.turns:
+            behind_it = rollout.loss_mask[turn.start :]
+            length = int((~behind_it).int().argmax()) if not behind_it.all() else len(behind_it)
+            if length:  # 0: cut off, as beyond a window
+                ids = rollout.token_ids[: turn.start + length]
+                own = Rollout.not_sampled(ids, turn.start, rollout.finish_reason)
+                pieces.append(Piece(own, self.prompts.of_conversation(turn.asked)))
+        return pieces
 
     def room(self, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with the student's prompt, the teacher can read.
@@ -184,18 +325,66 @@ class OwnPromptScorer:
         limit = self.limits.max_model_len
         if limit is None:
             return None
-        # A scorer on vLLM reads one token less.
-        return max(rollout.start, limit - 1 - len(self.prompt_of(rollout)) + rollout.start)
+        for piece in self.pieces(rollout):
+            fits = limit - 1 - len(piece.prompt)  # a scorer on vLLM reads one token less
+            if piece.end - piece.start > fits:
+                return piece.start + max(0, fits)
+        return len(rollout.token_ids)
 
     def close(self) -> None:
         """Close the teacher's scorer."""
         self.scorer.close()
 
 
+def joined(
+    rollout: Rollout, answers: Sequence[tuple[Piece, Scores]], ids: Int[Tensor, "n k"] | None
+) -> Scores:
+    """Return the scores of a rollout from those of its answers. Other tokens are not scored.
+
+    ``ids`` are what the caller chose to score. A token that is not scored has a row of a uniform
+    distribution, which is one for every check.
+    """
+    first, n = answers[0][1], len(rollout.trained)
+    if len(answers) == 1 and len(first) == n:
+        return replace(first, start=rollout.start)
+    if ids is None:
+        ids = torch.arange(first.k).expand(n, -1)
+    logprob = -math.log(max(first.k, 2))
+    whole = Scores(
+        torch.full((n,), logprob),
+        ids.clone(),
+        torch.full((n, first.k), logprob),
+        tuple(_no_states(share, n) for share in first.hidden),
+        None if first.known is None else torch.zeros(n, first.k, dtype=torch.bool),
+        rollout.start,
+        scored=torch.zeros(n, dtype=torch.bool),
+    )
+    for piece, scores in answers:
+        at = slice(piece.start - rollout.start, piece.end - rollout.start)
+        whole.ref_logprobs[at] = scores.ref_logprobs
+        whole.token_ids[at] = scores.token_ids
+        whole.teacher_logprobs[at] = scores.teacher_logprobs
+        given(whole.scored)[at] = True
+        if whole.known is not None:
+            whole.known[at] = scores.all_known
+        for share, own in zip(whole.hidden, scores.hidden, strict=True):
+            share.states[at] = own.states
+            if share.ref_logprobs is not None:
+                share.ref_logprobs[at] = given(own.ref_logprobs)
+    return whole
+
+
+def _no_states(share: HiddenStates, n: int) -> HiddenStates:
+    """Return a teacher's share in so many tokens that are not scored."""
+    logprobs = None if share.ref_logprobs is None else share.ref_logprobs.new_zeros(n)
+    states = share.states.new_zeros(n, share.states.shape[1])
+    return replace(share, states=states, ref_logprobs=logprobs)
+
+
 class OwnPromptSampler:
     """A teacher's sampler that reads its own prompts. Its answers follow the student's."""
 
-    def __init__(self, sampler: Sampler, prompts: Prompts):
+    def __init__(self, sampler: Sampler, prompts: TeacherPrompts):
         self._sampler, self._prompts = sampler, prompts
 
     @property

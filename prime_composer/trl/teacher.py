@@ -1,7 +1,7 @@
 """Open a teacher, and check that it fits the student and the loss."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -18,12 +18,14 @@ from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Rollout, Scorer
 from prime_composer.losses import LossConfig
 from prime_composer.problems.prompts import ends_of_chat
+from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.teachers.compatibility import (
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
     common_ends,
 )
+from prime_composer.teachers.own_prompt import prompt_of_messages, with_template
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
 
@@ -117,6 +119,32 @@ def ends_with(
         of_teacher["teacher_model"] = {*read_eos_token_ids(teacher)} | turns
     ends, lines = common_ends(tokenizer, {*own}, ends_of_chat(tokenizer), of_teacher)
     return ends.ids, lines
+
+
+def read_prompts(
+    table: Mapping[str, Any] | None, teacher: Teacher, tokenizer: Any
+) -> Callable[[Any], list[int]] | None:
+    """Return what makes a teacher's prompt of a row's ``prompt``, a text or a list of messages.
+
+    None: the teacher reads the student's.
+    """
+    if table is None:
+        return None
+    asks = TeacherPromptConfig.model_validate(dict(table))
+    if tokenizer is None and is_folder_or_hub_id(teacher):
+        tokenizer = load_tokenizer(teacher)
+    if tokenizer is None:
+        raise ValueError("teacher_prompt needs the teacher's tokenizer: pass teacher_tokenizer.")
+    own = with_template(tokenizer, asks, "teacher")
+    chats = asks.chat_template or asks.system or asks.template_args
+
+    def prompt(asked: Any) -> list[int]:
+        is_text = isinstance(asked, str)
+        messages = [{"role": "user", "content": asked}] if is_text else asked
+        plain = asks.model_copy(update={"chat_template": False})
+        return prompt_of_messages(messages, plain if is_text and not chats else asks, own)
+
+    return prompt
 
 
 def ask(scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool) -> None:

@@ -31,7 +31,7 @@ from prime_composer.teachers.compatibility import check_ids
 from prime_composer.teachers.policy import students_choice
 from prime_composer.trl.batch import SCORES, rollouts_of
 from prime_composer.trl.objective import check_arguments, read_loss
-from prime_composer.trl.teacher import Teacher, check_teacher, ends_with, open_teacher
+from prime_composer.trl.teacher import Teacher, check_teacher, ends_with, open_teacher, read_prompts
 
 hide_cuda_packages()  # trl imports all of transformers
 try:
@@ -63,6 +63,10 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
     Args:
         loss: a ``LossConfig``, a ``[loss]`` table, its ``type`` alone, or a recipe file, whose
             ``[loss]`` is read.
+        teacher_prompt: what the teacher reads in front of a completion, where it is not the
+            student's prompt: a ``[teacher.prompt]`` table, such as ``{"chat_template": True}``.
+        teacher_tokenizer: the teacher's tokenizer, whose template writes that. None: that of the
+            directory or hub id in ``teacher_model``.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         args: Any = None,
         *,
         loss: LossConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        teacher_prompt: Mapping[str, Any] | None = None,
+        teacher_tokenizer: Any = None,
         **others: Any,
     ):
         config = read_loss(dict(loss) if isinstance(loss, Mapping) else loss)
@@ -96,6 +102,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
                 self.scorer.close()
             raise
         warnings += self._end_as_the_teacher(teacher_model)
+        self._prompts = read_prompts(teacher_prompt, teacher_model, teacher_tokenizer)
         for warning in warnings:
             logger.warning(warning)
         self._averages = MetricAverages()
@@ -143,9 +150,9 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         """Sample completions as trl does, and have all of them scored at once."""
         with float32_head(self._student(self.model)):
             batch = super()._generate_and_score_completions(inputs)
-        return batch | {SCORES: self._scores(batch)}
+        return batch | {SCORES: self._scores(batch, [one["prompt"] for one in inputs])}
 
-    def _scores(self, batch: Mapping[str, Any]) -> list[Scores]:
+    def _scores(self, batch: Mapping[str, Any], asked: Sequence[Any]) -> list[Scores]:
         rollouts = rollouts_of(batch, self.eos_token_ids)
         student = self._student(self.model)
         size, by_student = self.loss_config.asked_of_teacher
@@ -157,12 +164,16 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         scores = self.scorer.score(
             rollouts,
             size,
+            None if self._prompts is None else [*map(self._prompts, asked)],
             candidate_ids=candidates,
             hidden=self.loss_config.reads_hidden_states,
         )
         for one in scores:
             check_ids(one, lm_head_weight(student).shape[0])
-        return scores
+        return [
+            dataclasses.replace(one, start=rollout.start)
+            for one, rollout in zip(scores, rollouts, strict=True)
+        ]
 
     def compute_loss(
         self,

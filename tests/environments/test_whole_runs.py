@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.hf_model import import_transformers, load_model
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.environments.tasks import Task
 from prime_composer.local import collect as collecting
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.opening import conversation_room
+from prime_composer.local.opening import conversation_room, open_engine
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.sources import Sources, load_sources
@@ -32,6 +32,7 @@ from tests.conftest import TINY_RECIPE
 from tests.environments.kit import (
     SUMMARY,
     WARNINGS,
+    Scripted,
     save_student,
 )
 from tests.faults.server import SpoilingServer
@@ -131,6 +132,58 @@ def run(
     checkpoint = list_checkpoints(run_dir)[-1] if resume else None
     train(recipe, load_sources(recipe), {}, run_dir, display or Silent(), resume=checkpoint)
     return numbers(run_dir)
+
+
+def test_teacher_reads_its_own_prompt_of_each_turn(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Each answer is scored behind the messages before it as the teacher's template has them.
+
+    The reference takes the messages from the student's text, and log q from transformers.
+    """
+    template = tmp_path / "teacher.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[me]{% endif %}"
+    )
+    prompt = {"chat_template": str(template), "system": "Be kind."}
+    recipe = parse_recipe(raw | {"teacher": raw["teacher"] | {"prompt": prompt}})
+    folder = raw["teacher"]["model"]
+    teacher = load_model(folder, "float32", "cpu").double()
+    with open_engine(recipe, load_sources(recipe), {}, lambda _: None) as engine:
+        tokenizer = engine.problems.tokenizer
+        tasks = engine.problems.problem_set.practice
+        told = Scripted(tokenizer, lambda text: "two" if "go on" in text else "one", 512)
+        outcomes = engine.environments.run(told, tasks, PARAMS, 3)
+        rollouts = [one for outcome in outcomes for one in outcome.rollouts]
+        of_rollout = [tasks[one.prompt_index] for one in rollouts]
+        found = engine.teachers.score(rollouts, of_rollout, 8)
+    assert any(len(one.turns) == 2 for one in rollouts), "two answers in one rollout"
+    for rollout, scores in zip(rollouts, found, strict=True):
+        ends = [*(turn.start for turn in rollout.turns), len(rollout.token_ids)]
+        for start, after in zip(ends, ends[1:], strict=False):
+            mask = rollout.loss_mask[start:after]
+            answer = rollout.token_ids[start:after][mask]
+            text = tokenizer.decode(rollout.token_ids[:start].tolist())
+            read = "[system]Be kind.\n"
+            for said in text.split("<|im_start|>")[1:-1]:
+                role, _, content = said.partition("\n")
+                read += f"[{role}]{content.partition('<|im_end|>')[0]}\n"
+            before = tokenizer.encode(f"{read}[me]", add_special_tokens=False)
+            with torch.no_grad():
+                logits = teacher(torch.tensor([[*before, *answer.tolist()]])).logits[0]
+            rows = logits[len(before) - 1 : -1].log_softmax(-1)
+            own = scores.rows(slice(start - rollout.start, start - rollout.start + len(answer)))
+            assert scores.scored is None or bool(scores.scored[start - rollout.start])
+            expected = rows.gather(1, own.token_ids)
+            torch.testing.assert_close(own.teacher_logprobs.double(), expected, atol=2e-5, rtol=0)
+
+
+def test_train_two_turns_with_its_own_prompt(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A whole run with a teacher that has a system message: what is said between is no loss."""
+    prompt = {"prompt": {"system": "Be kind."}}
+    records = run(raw | {"teacher": raw["teacher"] | prompt}, tmp_path / "run")
+    plain = run(raw, tmp_path / "plain")
+    assert records[1]["rollout/tokens"] == plain[1]["rollout/tokens"]
+    assert records[1]["topk_reverse_kl/kl"] != plain[1]["topk_reverse_kl/kl"]
 
 
 def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
         *,
         double: bool = False,
         peft_config: Any = None,
+        prompt: Any = None,
         **settings: Any,
     ) -> Any:
         arguments = {
@@ -111,6 +112,8 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
             processing_class=models.tokenizer,
             loss=loss,
             peft_config=peft_config,
+            teacher_prompt=prompt,
+            teacher_tokenizer=None if prompt is None else models.tokenizer,
         )
 
     return make

@@ -1,6 +1,7 @@
 """The trainer's loss and gradient against the engine's, against trl's own, and against formulas."""
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -266,7 +267,7 @@ def test_tokens_of_a_tool_do_not_train(make_trainer):
     batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
     batch["tool_mask"][:, 1:3] = 0
     batch["num_items_in_batch"] = (batch["tool_mask"] * batch["completion_mask"]).sum()
-    batch[SCORES] = trainer._scores(batch)
+    batch[SCORES] = trainer._scores(batch, [])
     value, masked = step_of(trainer, [batch])
 
     per_token = []
@@ -458,3 +459,28 @@ def test_completions_end_where_the_teacher_ends_them(
     loss = {"type": "topk_reverse_kl", "k": 8}
     own = make_trainer(loss, teacher, generation_kwargs={"eos_token_id": [1]})
     assert own.eos_token_ids == own.generation_config.eos_token_id == [1]
+
+
+def test_teacher_reads_its_own_prompt(make_trainer, models, tmp_path):
+    """Its scores are those of the completions behind what its template writes, by a forward."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "w3 {{ messages[0].content }} w4{% if add_generation_prompt %} w5{% endif %}"
+    )
+    prompt = {"chat_template": str(template), "prompt_template": "w6 {question}"}
+    trainer = make_trainer(JSD, double=True, prompt=prompt)
+    batch = sampled_batch(trainer)
+    asked = [row["prompt"] for row in trainer.train_dataset]
+    own = rollouts_by_hand(batch)
+    for rollout, scores, text in zip(own, batch[SCORES], asked, strict=True):
+        before = models.tokenizer.encode(f"w3 w6 {text} w4 w5", add_special_tokens=False)
+        completion = rollout.token_ids[rollout.start :]
+        ids = torch.cat([torch.tensor(before), completion])
+        with torch.no_grad():
+            logits = trainer.scorer.model(input_ids=ids[None]).logits[0, len(before) - 1 : -1]
+        rows_of_teacher = logits.double().log_softmax(-1)
+        expected = rows_of_teacher.gather(1, scores.token_ids)
+        torch.testing.assert_close(scores.teacher_logprobs.double(), expected, atol=1e-6, rtol=0)
+        assert scores.start == rollout.start
+    value, gradient = step_of(trainer, [batch])
+    assert math.isfinite(value) and gradient

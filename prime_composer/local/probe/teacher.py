@@ -221,7 +221,7 @@ def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) 
     if target.has_own_tokenizer or isinstance(target.scorer, OwnPromptScorer):
         raise NotMeasured("it reads prompts of its own")
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    chats = TeacherPromptConfig(chat_template=True) if has_template else None
+    chats = TeacherPromptConfig(chat_template=True if has_template else None)
     own = TeacherPrompts(tokenized.problem_set, tokenizer, tokenized.prompt, target.table, chats)
     return all(own.of(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
 
