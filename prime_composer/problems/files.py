@@ -33,8 +33,8 @@ def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
         return [path], []
     if not path.is_dir():
         raise ValueError(
-            f"no such file: {path}. [data] path is a JSONL, CSV or parquet file, or a folder, "
-            "such as train.jsonl and test.jsonl; GSM8K's are at "
+            f"no such file: {path}. [data] path is a JSONL, CSV or parquet file, or a folder of "
+            "them, such as train.jsonl and test.jsonl; GSM8K's are at "
             "https://github.com/openai/grade-school-math"
         )
     files = sorted(file for file in path.iterdir() if file.name.lower().endswith(ENDINGS))
@@ -49,7 +49,7 @@ def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
         )
     train = parts["train"] or files
     if not train:
-        raise ValueError(f"{path} has no file that ends in {' or '.join(ENDINGS)}")
+        raise ValueError(f"{path} has no file that ends in {', '.join(ENDINGS)}")
     return train, parts["test"]
 
 

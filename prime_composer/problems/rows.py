@@ -82,8 +82,7 @@ def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    opens = gzip.open if path.suffix.lower() == GZIP else open
-    with opens(path, "rb") as lines:
+    with gzip.open(path) if path.suffix.lower() == GZIP else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise ValueError(f"{path}:1: the file is UTF-16; save it as UTF-8")
