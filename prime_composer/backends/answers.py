@@ -35,8 +35,7 @@ IMPOSSIBLE = -9999.0
 """vLLM's servers write this number for the log-prob -inf, which JSON does not have."""
 
 
-BLOCK = 2**20
-"""Entries of a support that are checked at once, in arrays of 8 MB."""
+BLOCK = 2**20  # Entries of a support that are checked at once, in arrays of 8 MB
 
 
 def check_scores(
@@ -118,8 +117,7 @@ def check_batch(
         )
 
 
-_Piece = tuple[Scores, Tensor, int | None, slice]
-"""Some rows of one sequence."""
+_Piece = tuple[Scores, Tensor, int | None, slice]  # Some rows of one sequence
 
 
 def _blocks(

@@ -39,8 +39,7 @@ except ModuleNotFoundError as error:
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses of a server that may answer later."""
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # Statuses of a server that may answer later
 
 FIRST_WAIT = 2.0
 """Seconds to wait for a server that has never answered, unless it may be starting: its URL may be
@@ -51,21 +50,16 @@ KEEPALIVE_SECONDS = 4.0
 """Idle connections are closed before vLLM does it (5 s), so that a request rarely meets one that is
 being closed."""
 
-SHORT_ANSWER = 2**20
-"""Bytes that any answer may have, whatever was asked."""
+SHORT_ANSWER = 2**20  # Bytes that any answer may have, whatever was asked
 
-ERROR_BYTES = 2**16
-"""Bytes that are read of an answer that is an error."""
+ERROR_BYTES = 2**16  # Bytes that are read of an answer that is an error
 
 BACK_OFF = tenacity.wait_random_exponential(multiplier=0.1, max=10, min=0.02)
-TICK = 0.25
-"""Seconds between two looks at a pending request."""
+TICK = 0.25  # Seconds between two looks at a pending request
 
-AWAY_SECONDS = 2.0
-"""Age at which a server that is away is reported first."""
+AWAY_SECONDS = 2.0  # Age at which a server that is away is reported first
 
-QUIET_SECONDS = 60.0
-"""The same for a server that does not answer."""
+QUIET_SECONDS = 60.0  # The same for a server that does not answer
 
 NO_ANSWER = "no answer yet"
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-ALIGNED = 64
-"""Bytes. An address for every dtype is a multiple of this."""
+ALIGNED = 64  # Bytes. An address for every dtype is a multiple of this.
 
 
 class Incoming:

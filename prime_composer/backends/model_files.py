@@ -15,8 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-HUB_SECONDS = 1.5
-"""Time for the hub to be out of reach for certain. Afterwards the loader tries."""
+HUB_SECONDS = 1.5  # Time for the hub to be out of reach for certain. Afterwards the loader tries.
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -27,8 +26,7 @@ CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}
 SAMPLES, SAMPLE_BYTES = 1024, 4096
 """What is read of a file for its fingerprint: so many pieces of that size, evenly spaced."""
 
-CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
-"""Environment variable that names the cache folder."""
+CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"  # Environment variable that names the cache folder
 
 
 def is_path(model: str) -> bool:

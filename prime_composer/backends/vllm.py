@@ -54,8 +54,7 @@ GPU_MEMORY_SHARE = 0.3
 CPU_BLOCK = 128
 """Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
 
-USUAL_WINDOW = 2048
-"""Positions that vLLM gives a model whose config names none."""
+USUAL_WINDOW = 2048  # Positions that vLLM gives a model whose config names none
 
 MOST_SEQUENCES = 256
 """Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""

@@ -40,13 +40,11 @@ T = TypeVar("T")
 ENTRY_BYTES = 256
 """Room for one entry of a row in JSON. vLLM writes about 90 bytes, the decoded token included."""
 
-FIXED_BYTES = 2**16
-"""Room for what does not grow with the tokens."""
+FIXED_BYTES = 2**16  # Room for what does not grow with the tokens
 
 TEACHER = "The teacher's server"
 
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""A token id, a rank or an index."""
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # A token id, a rank or an index
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -56,8 +54,7 @@ class Entry(msgspec.Struct, gc=False):
     rank: Natural
 
 
-Row = dict[Natural, Entry] | None
-"""Token id -> entry at one position; None at the first token."""
+Row = dict[Natural, Entry] | None  # Token id -> entry at one position; None at the first token
 
 
 class Choice(msgspec.Struct):

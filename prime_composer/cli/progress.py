@@ -10,8 +10,7 @@ from prime_composer.cli.formatting import kl_title, score, scores_in
 from prime_composer.local.tracker import is_evaluated
 from prime_composer.problems.metrics import TITLES
 
-LINE_EVERY = 10
-"""Steps between two lines where the output is no terminal."""
+LINE_EVERY = 10  # Steps between two lines where the output is no terminal
 
 
 class Screen:

@@ -43,14 +43,11 @@ SHARES = {
 }
 """Column of a report -> what a step measures of each environment, and how it is shown."""
 
-FOLDED_NAME = 10
-"""Letters of a name in a row, where a terminal has no room for more."""
+FOLDED_NAME = 10  # Letters of a name in a row, where a terminal has no room for more
 
-ANSWERS_SHOWN = 3
-"""Questions that a report shows with their answers."""
+ANSWERS_SHOWN = 3  # Questions that a report shows with their answers
 
-LETTERS_SHOWN = 320
-"""Length up to which a question or an answer is printed."""
+LETTERS_SHOWN = 320  # Length up to which a question or an answer is printed
 
 
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:

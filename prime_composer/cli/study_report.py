@@ -12,14 +12,12 @@ from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
 
-Text = Callable[[float | None], str]
-"""Formats a value."""
+Text = Callable[[float | None], str]  # Formats a value
 
 Series = Sequence[Mapping[str, int | float]]
 """Step, mean, min and max of each measurement that all seeds have."""
 
-Results = Mapping[str, Any]
-"""The contents of ``results.json``."""
+Results = Mapping[str, Any]  # The contents of ``results.json``
 
 
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from prime_composer.local.engine import Engine
     from prime_composer.problems.config import Problem
 
-MADE_EVERY = 16
-"""Batches between two lines of progress."""
+MADE_EVERY = 16  # Batches between two lines of progress
 
 
 def check_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:

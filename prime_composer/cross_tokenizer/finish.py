@@ -19,17 +19,14 @@ from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, Rows
 NEVER = math.log(1e-6)
 """Log-prob of a token that the teacher's text never leads to; a finite one, as losses need."""
 
-IMPROBABLE = 1e-8
-"""Probability up to which an id is left to the tail."""
+IMPROBABLE = 1e-8  # Probability up to which an id is left to the tail
 
-UNRESOLVED = 0.05
-"""Share of an id's mass up to which it may be uncertain in a resolved id."""
+UNRESOLVED = 0.05  # Share of an id's mass up to which it may be uncertain in a resolved id
 
 SMALLEST_BRANCH = 1e-4
 """Mass from which on a continuation of the rollout's own teacher token is followed."""
 
-MOST_ROWS = 6
-"""Rows that are followed at most."""
+MOST_ROWS = 6  # Rows that are followed at most
 
 UNLISTED = 0.05
 """Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""

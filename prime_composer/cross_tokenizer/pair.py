@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from prime_composer.cross_tokenizer.token_bytes import CACHED_TEXTS, TokenBytes
 
-SEEN = 20
-"""Occurrences in texts from which on a token's openness is counted and not derived."""
+SEEN = 20  # Occurrences in texts from which on a token's openness is counted and not derived
 
 OPEN_SHARE = 0.02
 """Share of its occurrences at which an open token's first student token is another one."""

@@ -16,8 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-CACHED_TEXTS = 2**18
-"""Short texts whose encoding is kept per tokenizer."""
+CACHED_TEXTS = 2**18  # Short texts whose encoding is kept per tokenizer
 
 PROBES = (
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
@@ -27,8 +26,7 @@ PROBES = (
 """Texts whose bytes a tokenizer must keep: numbers, white space, and what normalizers change."""
 
 
-SPACE = "\u2581"
-"""Sentencepiece's sign for a space."""
+SPACE = "\u2581"  # Sentencepiece's sign for a space
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """Sentencepiece's token for a byte of a character that has no token."""

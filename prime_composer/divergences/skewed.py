@@ -12,11 +12,9 @@ from prime_composer.divergences.kl import forward_kl, reverse_kl
 
 AMiDDivergence = Literal["q||r", "p||r", "r||q", "r||p"]
 
-CLOSE = 0.3
-"""Ratio minus 1 below which the series of ``excess`` is used."""
+CLOSE = 0.3  # Ratio minus 1 below which the series of ``excess`` is used
 
-SERIES_TERMS = 12
-"""Terms of that series. The first one that is left out is below 1e-18."""
+SERIES_TERMS = 12  # Terms of that series. The first one that is left out is below 1e-18.
 
 
 def excess(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

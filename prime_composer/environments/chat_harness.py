@@ -19,8 +19,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 ANSWERED = (-32700, -32600, -32601, -32602, -32603)
 """JSON-RPC's codes for what a server answers where it cannot handle one call, or its result."""
 
-ID = "prime_composer_chat"
-"""The harness's id. verifiers imports a module of this name."""
+ID = "prime_composer_chat"  # The harness's id. verifiers imports a module of this name.
 
 
 class ChatHarnessConfig(vf.HarnessConfig):

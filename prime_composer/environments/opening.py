@@ -18,11 +18,9 @@ from prime_composer.losses import LossConfig
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import RecipeError, RolloutConfig
 
-MOST_TASKS = 100_000
-"""Tasks that are read of an environment, which may have endlessly many."""
+MOST_TASKS = 100_000  # Tasks that are read of an environment, which may have endlessly many
 
-ROLLOUT_SECONDS = 600.0
-"""Seconds that a rollout may take, where the recipe does not say it."""
+ROLLOUT_SECONDS = 600.0  # Seconds that a rollout may take, where the recipe does not say it
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,17 +29,14 @@ from prime_composer.environments.tasks import Task
 from prime_composer.environments.token_endpoint import MODEL, Rounds, answer_round, deliver, serve
 from prime_composer.recipe.schema import RecipeError
 
-CLOSING_SECONDS = 30.0
-"""Seconds that tool servers may take to stop."""
+CLOSING_SECONDS = 30.0  # Seconds that tool servers may take to stop
 
 PATIENCE = 60.0
 """Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
 
-TICK = 0.25
-"""Seconds between two looks at whether the rollouts are still wanted."""
+TICK = 0.25  # Seconds between two looks at whether the rollouts are still wanted
 
-STAGES = 4
-"""Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
+STAGES = 4  # Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards
 
 
 def absolute_python_path() -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams
 
-MODEL = "student"
-"""The model's name, as the endpoint is asked for it."""
+MODEL = "student"  # The model's name, as the endpoint is asked for it
 
 IGNORED = frozenset({"logprobs", "skip_special_tokens", "routed_experts_prompt_start", "n", "seed"})
 """Sampling parameters of a request that change no distribution here."""

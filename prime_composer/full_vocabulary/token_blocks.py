@@ -18,11 +18,9 @@ from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums
 LOGITS = {"cpu": 2**24, "cuda": 2**25}
 """Most logits of one side in a block of tokens, per device type."""
 
-TOKENS = 256
-"""Most tokens of a block."""
+TOKENS = 256  # Most tokens of a block
 
-CHUNK = 8192
-"""Vocabulary entries of a matrix product."""
+CHUNK = 8192  # Vocabulary entries of a matrix product
 
 CACHED = {"cpu": 2**18, "cuda": 2**25}
 """Log-probs that a divergence is called with at a time. On a CPU they fit the cache."""

@@ -26,8 +26,7 @@ from prime_composer.backends.protocols import Sampler
 from prime_composer.local.collect import Clock, Collected
 from prime_composer.local.signals import StopRequest
 
-TICK = 0.25
-"""Seconds between two looks at whether the thread waits for a server."""
+TICK = 0.25  # Seconds between two looks at whether the thread waits for a server
 
 STALENESS = "rollout/staleness"
 """Steps between the weights that sampled a batch and those that train on it."""

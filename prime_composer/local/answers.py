@@ -13,8 +13,7 @@ from prime_composer.backends.errors import naming
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
 
-KEPT = 24
-"""Questions whose answers are kept. The report chooses among them."""
+KEPT = 24  # Questions whose answers are kept. The report chooses among them.
 
 Answerer = Literal["answers", "teacher"]
 """The key of a line's answers: the student's, or the teacher's."""

@@ -29,8 +29,7 @@ from prime_composer.tiny_models.rounding import LatentWeights
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
-IDENTITY = "identity"
-"""Key of ``Engine.state_dict``."""
+IDENTITY = "identity"  # Key of ``Engine.state_dict``
 
 
 @dataclass(frozen=True)

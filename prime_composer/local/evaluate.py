@@ -34,8 +34,7 @@ from prime_composer.teachers.tape.scorer import NotOnTape
 FULL_VOCABULARY_UP_TO = 8192
 """Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
 
-COUNTS = ("turns", "tool_calls")
-"""What is counted per rollout of an environment by id."""
+COUNTS = ("turns", "tool_calls")  # What is counted per rollout of an environment by id
 
 EVALUATION_SEED = 20_251_017
 """Seed of the measured rollouts: the same draws at every evaluation of every run."""

@@ -18,8 +18,7 @@ from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.step.gradients import NonFiniteLoss
 
-LARGEST_GROWTH = 100.0
-"""How often a tensor's norm at the run's start its norm may become."""
+LARGEST_GROWTH = 100.0  # How often a tensor's norm at the run's start its norm may become
 
 SMALLEST_RMS = 0.01
 """Root mean square below which a tensor's start counts as this.

@@ -44,8 +44,7 @@ from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.watch import KnownRequest, starts_of
 
-WEIGHT_SYNC = "weight sync"
-"""Name of the check that sends perturbed weights to the sampler."""
+WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
 NO_LIMITS = Limits()
 

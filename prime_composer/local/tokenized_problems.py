@@ -34,8 +34,7 @@ from prime_composer.teachers.compatibility import common_ends
 from prime_composer.teachers.tape.store import HEADER_FILE
 from prime_composer.teachers.tokenizer_pair import ends_of
 
-LOOKED_AT = 64
-"""Problems of each part whose rendering is looked at before a run."""
+LOOKED_AT = 64  # Problems of each part whose rendering is looked at before a run
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,8 +43,7 @@ from prime_composer.teachers.watch import (
     starts_of,
 )
 
-SAMPLER_PROMPTS = 16
-"""Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each."""
+SAMPLER_PROMPTS = 16  # Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each
 
 CROWD = 16
 """Copies of the probe in one call, to see how far a server's numbers depend on its batches."""

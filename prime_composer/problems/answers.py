@@ -52,8 +52,7 @@ ARTICLES = ("a", "an", "the")
 DOUBTS = ("or", "nor", "either", "neither", "not", "never", "cannot", "whether")
 """Words of an answer that offers several, or denies one."""
 
-ROUGE_WORD = re.compile(r"[a-z0-9]+")
-"""A word of rouge-score, in lower case."""
+ROUGE_WORD = re.compile(r"[a-z0-9]+")  # A word of rouge-score, in lower case
 
 WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}
 """Words of a reference below which an answer gets 0, whatever it is."""

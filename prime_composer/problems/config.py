@@ -34,8 +34,7 @@ GRADED: tuple[str, ...] = get_args(GradedMetric)
 USUAL_METRIC = {"summary": "rouge2", "translation": "bleu", "facts": "short_answer"}
 """``kind`` of generated problems -> the metric that fits, where that is not "exact"."""
 
-PROBLEMS = "problems"
-"""The environment's name where a recipe has a single ``[data]``."""
+PROBLEMS = "problems"  # The environment's name where a recipe has a single ``[data]``
 
 
 def _checked_weights(
@@ -49,8 +48,7 @@ def _checked_weights(
     return teacher
 
 
-CHAT_KEYS = ("messages_key", "system", "system_key")
-"""Keys of ``[data]`` that need a chat template."""
+CHAT_KEYS = ("messages_key", "system", "system_key")  # Keys of ``[data]`` that need a chat template
 
 TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""

@@ -10,8 +10,7 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.rows import parse_rows, problem_or_none, read_rows
 
 PARQUET = ".parquet"
-ENDINGS = (".jsonl", PARQUET)
-"""Files of a folder that are read."""
+ENDINGS = (".jsonl", PARQUET)  # Files of a folder that are read
 
 DEFAULTS = DataConfig()
 

@@ -91,8 +91,7 @@ class Cast(NamedTuple):
     jobs: Sequence[str]
 
 
-ENDS = 6
-"""Towns with the same beginning."""
+ENDS = 6  # Towns with the same beginning
 
 
 def _cast(held_out: bool) -> Cast:

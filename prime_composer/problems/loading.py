@@ -198,8 +198,7 @@ def _split(problems: list[Problem], config: DataConfig) -> tuple[list[Problem], 
     return (problems, []) if config.trains else ([], problems)
 
 
-Parsed = list[Problem | None]
-"""Rows as problems, None for those that are left out."""
+Parsed = list[Problem | None]  # Rows as problems, None for those that are left out
 
 
 def _rows_of(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed | None, str]:

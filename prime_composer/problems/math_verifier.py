@@ -19,17 +19,13 @@ WORKER = Path(__file__).with_name("math_verify_worker.py")
 START_SECONDS = 120.0
 """Time for the worker to import the library, which takes half a second on a quiet machine."""
 
-SECONDS_PER_ANSWER = 2.0
-"""CPU time for one answer. Nearly all take a few milliseconds."""
+SECONDS_PER_ANSWER = 2.0  # CPU time for one answer. Nearly all take a few milliseconds.
 
-SECONDS_WHEN_SPENT = 0.5
-"""CPU time for one answer when the budget is spent."""
+SECONDS_WHEN_SPENT = 0.5  # CPU time for one answer when the budget is spent
 
-WALL_SECONDS = 30.0
-"""Time for one answer on the clock, for a worker that gets no CPU time at all."""
+WALL_SECONDS = 30.0  # Time for one answer on the clock, for a worker that gets no CPU time at all
 
-GRACE_SECONDS = 5.0
-"""Time after that until the worker is killed from here."""
+GRACE_SECONDS = 5.0  # Time after that until the worker is killed from here
 
 
 @dataclass
@@ -149,8 +145,7 @@ def _read_line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
     return line
 
 
-VERIFIER = MathVerifier()
-"""The one of this process."""
+VERIFIER = MathVerifier()  # The one of this process
 
 atexit.register(VERIFIER.close)
 os.register_at_fork(after_in_child=VERIFIER.forget)

@@ -11,12 +11,10 @@ from typing import Any, Literal
 from prime_composer.problems.generated import ITEMS
 from prime_composer.problems.generated_text import PLACES
 
-Message = dict[str, Any]
-"""A message of a chat, as the OpenAI API has it."""
+Message = dict[str, Any]  # A message of a chat, as the OpenAI API has it
 
 PIECES = range(2, 10)
-HELD_OUT = 0.1
-"""Share of the pairs of an item and a shop whose orders are in the test split alone."""
+HELD_OUT = 0.1  # Share of the pairs of an item and a shop whose orders are in the test split alone
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Token
 FIRST_MARK = 0xE000
 """First character for private use. It stands for a special token's text while data is rendered."""
 
-TRIED_TOKENS = 64
-"""Special tokens with which a tokenizer is tried."""
+TRIED_TOKENS = 64  # Special tokens with which a tokenizer is tried
 
-WORD = re.compile(r"\w+")
-"""What a chat template has to write of a message."""
+WORD = re.compile(r"\w+")  # What a chat template has to write of a message
 
 REASONING = re.compile("(?i)think|thought|reasoning")
 """Is in the tokens before and behind reasoning."""
@@ -28,11 +26,9 @@ REASONING = re.compile("(?i)think|thought|reasoning")
 REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
 """Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
 
-LEADING = 32
-"""Characters of a text in front of which a tokenizer shows what it writes there."""
+LEADING = 32  # Characters of a text in front of which a tokenizer shows what it writes there
 
-SPECIMEN = "Forty-two"
-"""An answer, to see what a chat template writes around one."""
+SPECIMEN = "Forty-two"  # An answer, to see what a chat template writes around one
 
 
 @dataclass(frozen=True)

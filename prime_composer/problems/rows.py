@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from prime_composer.problems.answers import check_reference
 from prime_composer.problems.config import DataConfig, Problem
 
-ROWS_SHOWN = 5
-"""Malformed rows named in one error."""
+ROWS_SHOWN = 5  # Malformed rows named in one error
 
 ROLES = ("system", "user", "assistant")
 

@@ -22,8 +22,7 @@ from prime_composer.recipe.urls import without_passwords
 from prime_composer.recipe.watchers import EvalConfig
 from prime_composer.tables import Table
 
-MOST_TURNS = 1_000_000
-"""Upper bound of turns."""
+MOST_TURNS = 1_000_000  # Upper bound of turns
 
 OpenTable = Annotated[dict[str, Any], PlainSerializer(without_passwords)]
 """A table whose keys belong to somebody else. It is shown and saved without passwords."""

@@ -16,11 +16,9 @@ from prime_composer.tables import Table
 LARGEST_SIZE = 1_000_000
 """Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
 
-MOST_LAYERS = 1000
-"""Upper bound of layers and heads."""
+MOST_LAYERS = 1000  # Upper bound of layers and heads
 
-LARGEST_SEED = 2**63 - 1
-"""Upper bound of seeds: that of TOML's integers."""
+LARGEST_SEED = 2**63 - 1  # Upper bound of seeds: that of TOML's integers
 
 
 class PrepareConfig(Table):

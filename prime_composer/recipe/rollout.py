@@ -12,12 +12,10 @@ from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
-USUAL_CONTEXT = 2048
-"""Context of a recipe that sets none and needs no more."""
+USUAL_CONTEXT = 2048  # Context of a recipe that sets none and needs no more
 
 
-MOST_AHEAD = 8
-"""Largest ``rollout.ahead``: what prime-rl allows by default."""
+MOST_AHEAD = 8  # Largest ``rollout.ahead``: what prime-rl allows by default
 
 NO_ENDS = not_carried("prime-rl's renderer ends an answer where its chat template does")
 

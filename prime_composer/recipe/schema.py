@@ -66,8 +66,7 @@ class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
 
-Beta = Annotated[float, Ge(0), Lt(1)]
-"""A decay rate of AdamW's averages."""
+Beta = Annotated[float, Ge(0), Lt(1)]  # A decay rate of AdamW's averages
 
 
 class TrainerConfig(Table):

@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, PlainSerializer
 
-MASK = "***"
-"""What stands where a user and a password were."""
+MASK = "***"  # What stands where a user and a password were
 
 _CREDENTIALS = re.compile(r"""(?<=://)[^\s'"]*@""")
 

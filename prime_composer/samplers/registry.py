@@ -26,8 +26,7 @@ from prime_composer.backends.errors import library_errors
 from prime_composer.backends.protocols import Sampler
 from prime_composer.recipe.backends import backend_of
 
-Status = Callable[[str], None]
-"""Shows a text to the user."""
+Status = Callable[[str], None]  # Shows a text to the user
 
 
 @dataclass(frozen=True)

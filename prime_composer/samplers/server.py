@@ -33,11 +33,9 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
 )
 
-SLOW_COMPLETION = 10
-"""Tokens per second of one completion on a slow server."""
+SLOW_COMPLETION = 10  # Tokens per second of one completion on a slow server
 
-SLOW_SERVER = 200
-"""Tokens per second of a slow server, all completions together."""
+SLOW_SERVER = 200  # Tokens per second of a slow server, all completions together
 
 VERSION_PATH = "/update_weight_version"
 """Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""

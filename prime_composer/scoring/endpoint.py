@@ -57,17 +57,13 @@ from prime_composer.scoring.wire import (
 
 T = TypeVar("T")
 
-ROOM = 2**30
-"""Bytes of responses that are in the making at once. A larger one is so alone."""
+ROOM = 2**30  # Bytes of responses that are in the making at once. A larger one is so alone.
 
-SMALL_BYTES = 2**24
-"""Responses up to this size never wait for larger ones."""
+SMALL_BYTES = 2**24  # Responses up to this size never wait for larger ones
 
-SMALL_ROOM = 2**28
-"""Bytes of small responses that are in the making at once."""
+SMALL_ROOM = 2**28  # Bytes of small responses that are in the making at once
 
-WINDOW_BYTES = 2**20
-"""How much of a response is sent before other requests have their turn."""
+WINDOW_BYTES = 2**20  # How much of a response is sent before other requests have their turn
 
 STALL_SECONDS = 60.0
 """Time for a client to take a window. One that does not keeps others from the room."""

@@ -30,8 +30,7 @@ AHEAD = 2
 """Steps of the engine, or sequences that are longer, that a request has in it at once: one runs
 and one waits, so that the engine is never idle."""
 
-LEAST_TOKENS = 64
-"""What a sequence counts at least, because of what the API server does for each."""
+LEAST_TOKENS = 64  # What a sequence counts at least, because of what the API server does for each
 
 
 class NoRows(RuntimeError):

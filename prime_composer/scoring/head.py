@@ -17,8 +17,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-HASHED_ROWS = 4096
-"""Rows of the head that are on the CPU at once."""
+HASHED_ROWS = 4096  # Rows of the head that are on the CPU at once
 
 
 @dataclass(frozen=True)

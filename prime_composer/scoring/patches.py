@@ -25,11 +25,9 @@ from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
-HEAD_METHOD = "prime_composer_head"
-"""Name of ``head.read_head`` among the methods of vLLM's worker."""
+HEAD_METHOD = "prime_composer_head"  # Name of ``head.read_head`` among the methods of vLLM's worker
 
-TABLES_METHOD = "prime_composer_tables"
-"""The same of ``pair_tables.take_tables``."""
+TABLES_METHOD = "prime_composer_tables"  # The same of ``pair_tables.take_tables``
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 

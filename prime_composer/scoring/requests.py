@@ -39,8 +39,7 @@ MOST_RESPONSE_BYTES = 2**32 - 1
 """Arrays of one response: what a count of msgpack holds. Hidden states of 262,000 tokens with 8,192
 columns in bfloat16 are this much."""
 
-MOST_HEAD_BYTES = 2**29
-"""Rows of the output head in one response, counted in float32."""
+MOST_HEAD_BYTES = 2**29  # Rows of the output head in one response, counted in float32
 
 KEYS_PER_SEQUENCE = 4
 """At least as many commas as a sequence has in JSON besides those between its tokens."""

@@ -17,14 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-NAME = "prime_composer"
-"""Of the plugin, in VLLM_PLUGINS and in each response."""
+NAME = "prime_composer"  # Of the plugin, in VLLM_PLUGINS and in each response
 
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"
-TABLES_PATH = "/v1/prime_composer/tables"
-"""Below /v1, so that the server's API key guards them."""
+TABLES_PATH = "/v1/prime_composer/tables"  # Below /v1, so that the server's API key guards them
 
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """vLLM's ``hf_overrides`` for float32 sums of the head's products, also in half precision."""

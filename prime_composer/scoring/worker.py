@@ -20,11 +20,9 @@ from torch import Tensor
 from prime_composer.scoring.head import DTYPE_NAMES as FLOATS
 from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
 
-MARK = "prime_composer"
-"""Key of ``SamplingParams.extra_args``."""
+MARK = "prime_composer"  # Key of ``SamplingParams.extra_args``
 
-BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}
-"""Largest block of logits in float32, by kind of device."""
+BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # Largest block of logits in float32, by kind of device
 
 DTYPE_NAMES = {torch.int32: "int32", **FLOATS}
 

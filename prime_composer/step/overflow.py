@@ -5,8 +5,7 @@ from typing import Literal
 
 from prime_composer.step.batch import Sample
 
-Rule = Literal["error", "score_head", "drop"]
-"""``[teacher] on_overflow``."""
+Rule = Literal["error", "score_head", "drop"]  # ``[teacher] on_overflow``
 
 
 def fit(sample: Sample, before: int, room: int, rule: Rule) -> Sample | None:

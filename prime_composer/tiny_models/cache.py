@@ -29,11 +29,9 @@ from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 Progress = Callable[[int, int, float], None]
 """Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
-FORMAT = 1
-"""Part of the cache key. Raise it when the same description builds another model."""
+FORMAT = 1  # Part of the cache key. Raise it when the same description builds another model.
 
-ROUNDING = 2
-"""The same for a model whose weights are rounded."""
+ROUNDING = 2  # The same for a model whose weights are rounded
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made. A trained model's has its loss, a

@@ -37,8 +37,7 @@ hide_cuda_packages()
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-LENGTH_GROUPS = 4
-"""Consecutive steps that share their examples out by length."""
+LENGTH_GROUPS = 4  # Consecutive steps that share their examples out by length
 
 
 def build_model(

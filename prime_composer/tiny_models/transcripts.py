@@ -24,8 +24,7 @@ CHAT_TEMPLATE = (
 )
 """Writes tool calls as Qwen3 does, in one line of JSON."""
 
-Example = tuple[list[int], list[bool]]
-"""Token ids, and which of them are learned."""
+Example = tuple[list[int], list[bool]]  # Token ids, and which of them are learned
 
 
 def messages_of(transcript: str) -> list[dict[str, Any]]:

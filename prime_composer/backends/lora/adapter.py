@@ -24,14 +24,12 @@ from prime_composer.recipe.model import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-FOLDER = "adapter"
-"""Where the adapter is in a checkpoint of the merged model."""
+FOLDER = "adapter"  # Where the adapter is in a checkpoint of the merged model
 
 PREFIX = "base_model.model."
 """Of every name in an adapter's file. peft puts it before the names of the base's layers."""
 
-DIGEST = "base_sha256"
-"""Key of the file's metadata: the digest of the base's weights."""
+DIGEST = "base_sha256"  # Key of the file's metadata: the digest of the base's weights
 
 OF_NO_MATTER = frozenset(
     "r lora_alpha target_modules exclude_modules lora_dropout inference_mode auto_mapping revision "

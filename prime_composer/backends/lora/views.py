@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ADAPTER = "default"
-"""What peft calls the only adapter of a model."""
+ADAPTER = "default"  # What peft calls the only adapter of a model
 
 
 def is_adapted(module: nn.Module) -> bool:

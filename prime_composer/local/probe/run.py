@@ -67,11 +67,9 @@ from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 
-SECONDS_PER_COLUMN = 2.0
-"""Time for the speed at one K of one teacher."""
+SECONDS_PER_COLUMN = 2.0  # Time for the speed at one K of one teacher
 
-ROLLOUTS = 32
-"""Most rollouts that a model is measured on."""
+ROLLOUTS = 32  # Most rollouts that a model is measured on
 
 IMPROBABLE = 0.1
 """A special token is worth a word where the teacher's probability is below this times the

@@ -57,11 +57,9 @@ COLUMNS = (0, 1, 8, 20, 32, 64)
 """The values of K whose speed is measured, beside the recipe's own. A vLLM server gives at most 20
 unless it was told otherwise."""
 
-CHECKPOINT_ROLLOUTS = 4
-"""Rollouts whose numbers are compared with a checkpoint's forward pass."""
+CHECKPOINT_ROLLOUTS = 4  # Rollouts whose numbers are compared with a checkpoint's forward pass
 
-LARGEST_HIDDEN_SHARE = 0.05
-"""Share of the KL at the largest K that the recommended K may hide."""
+LARGEST_HIDDEN_SHARE = 0.05  # Share of the KL at the largest K that the recommended K may hide
 
 
 @dataclass(frozen=True, eq=False)

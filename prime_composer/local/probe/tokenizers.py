@@ -18,8 +18,7 @@ from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, OwnTokenize
 OFF_PATH = 0.05
 """Share of the mass that other tokenizations of the text before may have, to be counted."""
 
-SHOWN = 60
-"""Characters of each prompt's end."""
+SHOWN = 60  # Characters of each prompt's end
 
 SHOWN_TOKENS = 3
 

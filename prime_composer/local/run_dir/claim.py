@@ -33,8 +33,7 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
-_FIRST = {HOLDER_FILE, UNFINISHED, LOCK_FILE}
-"""What is written before the recipe."""
+_FIRST = {HOLDER_FILE, UNFINISHED, LOCK_FILE}  # What is written before the recipe
 
 _INSIDE = {
     CHECKPOINTS: re.compile(r"step_[0-9]+(\.(tmp|aside)(-[0-9]+)?)?"),

@@ -13,8 +13,7 @@ LOCK_FILE = ".lock"
 HOLDER_FILE = ".holder"
 """In every run directory: host and process of the run that is or was the last one there."""
 
-WAIT_SECONDS = 0.2
-"""``check_free`` may hold the lock briefly."""
+WAIT_SECONDS = 0.2  # ``check_free`` may hold the lock briefly
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 

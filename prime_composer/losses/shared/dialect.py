@@ -30,8 +30,7 @@ def dialect_of(value: Any) -> Any:
 Dialect = Annotated[Literal["v0.6", "v0.7", "main"], BeforeValidator(dialect_of)]
 """A dialect; the name of any version of prime-rl, in either spelling, is read as its own."""
 
-MAX_RATIO = 1e4
-"""The importance ratio that prime-rl's main trains with at most."""
+MAX_RATIO = 1e4  # The importance ratio that prime-rl's main trains with at most
 
 
 def with_defaults_of_main(knobs: Any, **defaults: float) -> Any:

@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-PERIODS_AT_ONCE = 16
-"""Periods that are compared in one pass: memory for 16 rows of the pack."""
+PERIODS_AT_ONCE = 16  # Periods that are compared in one pass: memory for 16 rows of the pack
 
 
 @torch.no_grad()
