@@ -48,11 +48,7 @@ class TokenizedProblems:
     run_ends: Ends | None = None
 
     def prompt(self, problem: Problem) -> list[int]:
-        """Return the token ids of the problem's prompt.
-
-        Of a task they are those of its first messages, without its tools. Sizes and engines are
-        checked with them, and nothing is trained on them.
-        """
+        """Return the token ids of the problem's prompt."""
         if problem not in self._prompts:
             if isinstance(problem, Task):
                 ids = self.tokenizer.apply_chat_template(
@@ -79,10 +75,7 @@ class TokenizedProblems:
         return {one for one in ends if one is not None}
 
     def look(self, answers: bool) -> list[str]:
-        """Look at what the tokenizer makes of the first problems, and return warnings.
-
-        ``answers`` says whether the run trains on those of the data.
-        """
+        """Look at what the tokenizer makes of the first problems, and return warnings."""
         warnings = []
         config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
         unread = "add_generation_prompt" not in str(getattr(self.tokenizer, "chat_template", ""))
@@ -134,10 +127,7 @@ class TokenizedProblems:
         return self.tokenizer.decode(content, skip_special_tokens=True)
 
     def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
-        """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value.
-
-        The budget is of time for the answers of a step that Math-Verify does not finish.
-        """
+        """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value."""
         return reward(text, problem, self.problem_set.config_of(problem), budget)
 
 
@@ -150,8 +140,7 @@ def with_ends(
 ) -> tuple[TokenizedProblems, list[str]]:
     """Return the problems with what ends a text of their run, and what to say of it.
 
-    ``stop`` is in the place of all that ``common_ends`` finds. Of the teachers, those with the
-    student's tokens end a text, too. ``folders`` has the directories of prepared models, by table.
+    ``stop`` is in the place of all that ``common_ends`` finds.
     """
     tokenizer = tokenized.tokenizer
     if stop is not None:
@@ -191,10 +180,7 @@ def context_of(
     models: Iterable[tuple[str, ModelConfig, str]],
     paths: Mapping[str, Path | None],
 ) -> int:
-    """Return the context of a run's engines, also where the recipe sets none.
-
-    ``models`` are table, config and backend of those on this machine.
-    """
+    """Return the context of a run's engines, also where the recipe sets none."""
     if rollout.max_model_len is not None:
         return rollout.max_model_len
     problem_set = tokenized.problem_set

@@ -18,11 +18,7 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class Tracker:
-    """Writes one record per step; on resume, drops records newer than the checkpoint.
-
-    ``warn`` is called with a sentence about records that are lost. ``last_step`` is that of the
-    newest record; -1 without one.
-    """
+    """Writes one record per step; on resume, drops records newer than the checkpoint."""
 
     def __init__(
         self,
@@ -178,10 +174,7 @@ def import_wandb() -> Any:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return every record of a run, in order. A last line cut short by a crash is left out.
-
-    Any other line that is no record is refused.
-    """
+    """Return every record of a run, in order. A last line cut short by a crash is left out."""
     path = Path(run_dir) / METRICS_FILE
     try:
         return parse_records(path)
@@ -221,10 +214,7 @@ def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
 
 
 def is_evaluated(record: Mapping[str, Any]) -> bool:
-    """Return whether a step ended with an evaluation, of a score or of the KL alone.
-
-    Only whole names say so: a teacher's own metrics of a step begin with a name of the user's.
-    """
+    """Return whether a step ended with an evaluation, of a score or of the KL alone."""
     return any(f"eval/{name}" in record for name in (*TITLES, "truncated", "reverse_kl"))
 
 

@@ -145,8 +145,7 @@ class LossConfig(Table):
     def needs_fixed_support(self) -> bool:
         """Whether the ids of the support must not depend on the sampled token.
 
-        So it is where the gradient is an estimate that is unbiased for a fixed support only.
-        Override it there.
+        Override it where the gradient is an estimate that is unbiased for a fixed support only.
         """
         return False
 
@@ -160,10 +159,7 @@ class LossConfig(Table):
     @property
     @final
     def modifiers(self) -> tuple[Modifier, ...]:
-        """Modifiers of the inputs, in the order in which they apply.
-
-        An RL mix has the balance alone: its terms keep their own others.
-        """
+        """Modifiers of the inputs, in the order in which they apply."""
         own = (self.repetition, self.special_tokens, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
@@ -240,10 +236,7 @@ class LossConfig(Table):
     @property
     @final
     def support_size(self) -> int | Literal["full"]:
-        """K: ids per position at which the teacher's log-probs are needed, 0 for none.
-
-        A support of the student's choice needs the whole vocabulary, of which the loss chooses.
-        """
+        """K: ids per position at which the teacher's log-probs are needed, 0 for none."""
         request = self.support
         if request is None:
             return 0
@@ -252,10 +245,7 @@ class LossConfig(Table):
     @property
     @final
     def asked_of_teacher(self) -> tuple[int | Literal["full"], bool]:
-        """K that a teacher is asked for which can score given ids, and whether these are given.
-
-        They are the student's most probable ones. Otherwise they are the teacher's own.
-        """
+        """K that a teacher is asked for which can score given ids, and whether these are given."""
         request = self.support
         if request is not None and request.chosen_by == "student" and request.k != "full":
             return request.k, True

@@ -1,8 +1,7 @@
 """Measure student, teachers and one step before a recipe is run. Writes nothing, trains nothing.
 
-The models are opened as a run opens them, each once, and pass the preflight's checks. Then one step
-runs as a run's does, up to its backward pass: its clock gives the forecast, and its rollouts are
-what student and teachers are measured on.
+One step runs as a run's does, up to its backward pass. Its clock gives the forecast, and student
+and teachers are measured on its rollouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,14 +102,7 @@ def probe(
     status: Callable[[str], None],
     seconds: float = SECONDS_PER_COLUMN,
 ) -> ProbeReport:
-    """Open a recipe's models, run the preflight's checks, and measure.
-
-    A check that fails, and models that cannot be opened, are part of the result.
-
-    Args:
-        paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
-        seconds: time for the speed at one K of one teacher.
-    """
+    """Open a recipe's models, run the preflight's checks, and measure. A failure is a result."""
     for table, teacher in Routing.of_recipe(recipe).teachers.items():
         if teacher.tape_only:
             return ProbeReport([Finding(OPENING, "failed", NO_TEACHER.format(table=table.table))])
@@ -132,10 +124,7 @@ def probe(
 
 
 def impatient(recipe: Recipe) -> Recipe:
-    """Return the recipe with short waits for servers: each measurement would wait anew.
-
-    Tapes are left out: their speed is not the teachers'.
-    """
+    """Return the recipe with short waits for servers, and without tapes."""
 
     def shortened(config: C) -> C:
         values = dict(config) | {"wait": min(config.wait, LONGEST_WAIT)}
@@ -200,11 +189,7 @@ def probe_engine(
 
 @dataclass
 class FirstStep:
-    """A step of the recipe, as a run does it, without the optimizer.
-
-    ``fitted`` are the samples that train, as the teachers read them. ``laps`` are the seconds of
-    the parts that ended, and ``error`` is what ended the step before its end.
-    """
+    """A step of the recipe, as a run does it, without the optimizer; ``error`` is what ended it."""
 
     samples: Sequence[Sample] = ()
     fitted: Sequence[Sample] = ()
@@ -291,10 +276,7 @@ def recipe_column(engine: Engine) -> SupportSize:
 
 
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
-    """Return every teacher with rollouts to score; none where the loss reads none.
-
-    ``fitted`` are the samples that train, as the teachers read them.
-    """
+    """Return every teacher with rollouts to score; none where the loss reads none."""
     if engine.policy_teacher is not None:
         return [policy_target(engine, engine.policy_teacher, samples)]
     targets = []

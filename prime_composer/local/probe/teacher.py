@@ -96,8 +96,7 @@ def probe_teacher(
 ) -> TeacherReport:
     """Measure a teacher on rollouts of the student, ``model``.
 
-    ``own`` is what a step of the recipe asks its teachers for, about ``step_tokens`` rollout
-    tokens. Each column takes ``seconds``.
+    ``own`` is what a step of the recipe asks its teachers for. Each column takes ``seconds``.
     """
     found = Attempts()
     tokenizer, facts, same = found.attempt(
@@ -158,10 +157,7 @@ def probe_teacher(
 
 
 def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, bool]:
-    """Return the teacher's tokenizer, its facts, and whether its tokens and ids are the student's.
-
-    A server is asked too, also where its tokenizer is on this machine. One that is not is None.
-    """
+    """Return the teacher's tokenizer, its facts, and whether tokens and ids are the student's."""
     tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.scorer, True, True
     try:
         if tokenizer is not None:
@@ -351,10 +347,7 @@ def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> Support
 def hidden_by_k(
     student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int
 ) -> HiddenByK:
-    """Return what the teacher's top K hides of the reverse KL on all columns.
-
-    The columns are log p and log q of the same ids, most probable for the teacher first.
-    """
+    """Return what the teacher's top K hides of KL(p || q), the most probable ids first."""
     measured, largest = (
         float(reverse_kl(student[:, :size], teacher[:, :size], normalization="tail").mean())
         for size in (k, teacher.shape[1])
@@ -371,10 +364,8 @@ def hidden_by_k(
 def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
     """Return whether log q, most probable first, shows logits that were rounded to bfloat16.
 
-    Log-probs of one position are logits minus one number, so that their differences are those of
-    the logits: multiples of 2^-9 if these were rounded. Equal log-probs and those below -30 are
-    left out. A float16 head shows the same where its top logits are 2 and more: they are on the
-    grid too.
+    Differences of log-probs are those of the logits: multiples of 2^-9 if these were rounded. A
+    float16 head shows the same where its top logits are 2 and more.
     """
     # The bfloat16 numbers of 0.25 and more are multiples of the grid. A float32 log-softmax above
     # -32 rounds by less than the tolerance. The largest logits have the coarsest spacing.
@@ -390,10 +381,7 @@ def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
 def special_token_rows(
     tokenizer: Any, teacher: TokenizerFacts | None, compared: Compared
 ) -> list[SpecialToken]:
-    """Return both models' mean probability of each special token, where the rollouts have it.
-
-    The tokenizer is the student's; of the teacher's there may be no facts.
-    """
+    """Return both models' mean probability of each special token, where the rollouts have it."""
     names = {index: token for token, index in read_tokenizer(tokenizer).special_ids.items()}
     teacher_ids = {} if teacher is None else teacher.special_ids
     last = {int(index) for index in compared.token_ids[compared.endings]}

@@ -98,10 +98,7 @@ def readings_of(
 def openness(
     scorer: OwnTokenizerScorer, readings: Sequence[Reading]
 ) -> tuple[float, int, list[str]]:
-    """Return the teacher's mass on closed tokens, the number of open ones, and the most frequent.
-
-    That is where both begin a token, before a row of the teacher refines the rollout's own.
-    """
+    """Return the teacher's mass on closed tokens, the number of open ones, the most frequent."""
     pair = scorer.pair
     order = torch.from_numpy(pair.tables.order)
     is_open = torch.from_numpy(pair.tables.open[pair.tables.start[pair.tables.order]])

@@ -56,8 +56,6 @@ def check_identity(
 ) -> None:
     """Refuse to resume with something else than a checkpoint was trained with.
 
-    What a checkpoint does not say, as one of an older version, is not compared.
-
     ``tapes`` are those that alone answer, by table. The watch asks all other teachers.
     """
     before = stored.get("data", {})

@@ -30,8 +30,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 def check_models(recipe: Recipe, hub: bool = True) -> None:
     """Refuse a model of a run on this machine that is not there, not whole, or not long enough.
 
-    No weights are read. Teachers on servers are left alone. With ``hub``, a hub id that is not
-    cached is refused where the hub does not answer.
+    No weights are read. With ``hub``, an id that is not cached needs a hub that answers.
     """
     lora = recipe.student.lora
     if lora is not None and lora.start is not None:
@@ -97,10 +96,7 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole.
-
-    The names and sizes of the files are compared, not their weights.
-    """
+    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole."""
     config = read_json(folder / "config.json")
     if config is None:
         there = (folder / "config.json").exists()
@@ -146,10 +142,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> None:
-    """Refuse a model, with or without weights, that a backend on this machine cannot run.
-
-    ``trains`` says whether it is the student, which the backend samples with new weights each step.
-    """
+    """Refuse a model, with or without weights, that a backend on this machine cannot run."""
     if trains:
         refuse_quantized(model)
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters

@@ -35,11 +35,7 @@ def write_recipe(run_dir: Path, tables: Tables) -> None:
 
 
 def read_recipe(run_dir: Path) -> Tables:
-    """Return the recipe that a run was started with, with defaults for keys that are new since.
-
-    Raises:
-        RecipeError: there is none, or it cannot be read.
-    """
+    """Return the recipe that a run was started with, with defaults for keys that are new since."""
     path = run_dir / RECIPE_FILE
     try:
         text = path.read_text(encoding="utf-8")

@@ -6,8 +6,7 @@ from prime_composer.recipe.schema import CheckpointConfig
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Return the size of a checkpoint: weights or adapter, latent weights, AdamW's two moments, a
-    moving teacher."""
+    """Return the size of a checkpoint, with AdamW's two moments and a moving teacher."""
     moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     return (
         tensor_bytes(engine.stored.state_dict())

@@ -1,8 +1,6 @@
 """Names of prime-rl's versions, and whose arithmetic a loss follows.
 
-prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic. Records
-of the versions themselves are in ``prime_composer/upstream/versions``, which this room never
-imports.
+prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic.
 """
 
 import re
