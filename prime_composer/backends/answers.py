@@ -1,8 +1,5 @@
 """The one check of every answer: a teacher's scores, and a sampler's completions.
 
-Each backend runs it on each answer: engines in this process, servers, the policy as its own
-teacher, mixtures, and the requests inside prime-rl's orchestrator.
-
 What no single answer shows is not found here: right log-probs of another model or another sequence,
 or the log-prob 0 of every token where no support was asked for.
 """
@@ -23,8 +20,8 @@ from prime_composer.contract import InvalidAnswer, Scores
 LOGPROB_TOLERANCE = 1e-4
 """Nats by which two log-probs that should be equal may differ, and one may exceed 0.
 
-Engines normalize in float32, also where weights and logits are bfloat16. Run with vLLM 0.32 and
-transformers in both dtypes: no log-prob was above 0, a sampled token's equalled its entry in the
+Engines normalize in float32, also where weights and logits are bfloat16. With vLLM 0.32 and
+transformers in both dtypes no log-prob was above 0, a sampled token's equalled its entry in the
 support to the bit, and the mass of a whole vocabulary was 1 within 3e-7.
 """
 
@@ -54,20 +51,12 @@ def check_scores(
     An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
     of the probability, but it is never a token that trains: a loss there is infinite.
 
-    Args:
-        scores: of the tokens. Ids that are not known are left out.
-        sampled: ids of the sampled tokens.
-        k: entries per position that were asked for.
-        vocab_size: entries of the teacher's head; None where it is unknown.
-        origin: who answered, for the message: a server by its URL, or a model.
-        sequence: index of the sequence in its request; None where there is no index.
-        ranked: the support is the teacher's own top K, the most probable id first. False for ids
-            that others chose.
-        trained: the sampled tokens train. False where some may not, such as those of a prompt: the
-            teacher may mask them.
-
-    Raises:
-        InvalidAnswer: they cannot.
+    Args:     scores: of the tokens. Ids that are not known are left out.     sampled: ids of the
+    sampled tokens.     k: entries per position that were asked for.     vocab_size: entries of the
+    teacher's head; None where it is unknown.     origin: who answered, for the message: a server by
+    its URL, or a model.     sequence: index of the sequence in its request; None where there is no
+    index.     ranked: the support is the teacher's own top K, the most probable id first.
+    trained: the sampled tokens train. Those of a prompt the teacher may mask.
     """
     check_batch(
         [(scores, sampled, sequence)],
@@ -245,12 +234,7 @@ def check_completion(
     origin: str,
     prompt: int,
 ) -> None:
-    """Check that a sampler can have drawn a completion with these log-probs.
-
-    Args:
-        ids: sampled tokens, [m].
-        logprobs: log mu of each, [m].
-    """
+    """Check that a sampler can have drawn a completion with these log-probs mu, [m]."""
     refuse = functools.partial(_refuse_completion, origin, prompt)
     if len(ids) != len(logprobs):
         refuse(f"{len(ids)} tokens with {len(logprobs)} log-probs", "one of each per token")
@@ -277,11 +261,7 @@ def _refuse_completion(origin: str, prompt: int, found: str, expected: str) -> N
 
 
 def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:
-    """Check that a sampler returned as many completions of a prompt as were asked for.
-
-    Raises:
-        InvalidAnswer: it returned more, or fewer.
-    """
+    """Check that a sampler returned as many completions of a prompt as were asked for."""
     if found != asked:
         raise InvalidAnswer(
             f"{origin} gave {found} completions of prompt {prompt}, where {asked} were expected."
@@ -296,10 +276,7 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...] | None:
 
 
 def _are_permutations(ids: NDArray[Any]) -> bool:
-    """Return whether each row has each id from 0 to K - 1 once; no id is outside of these.
-
-    Sorting a whole vocabulary takes most of the time of its check.
-    """
+    """Return whether each row has each id from 0 to K - 1 once; no id is outside of these."""
     k = ids.shape[1]
     if (ids == np.arange(k, dtype=ids.dtype)).all():
         return True

@@ -64,7 +64,6 @@ def own_words(error: BaseException) -> str:
 def library_errors(table: str, library: str, work: str) -> Iterator[None]:
     """Within the block, turn a library's own errors into ``BackendFailed``, which names ``table``.
 
-    A ``ValueError``, a library that is missing, and what the system refuses stay what they are.
     ``work`` is what the library was asked for, such as "open DIR".
     """
     try:
@@ -120,10 +119,7 @@ def os_error(error: BaseException) -> OSError | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within the block, let the system's errors name this file.
-
-    Those of open files name none, and libraries wrap them into errors of their own.
-    """
+    """Within the block, let the system's errors name this file; those of open files name none."""
     try:
         yield
     except Exception as error:

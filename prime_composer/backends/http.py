@@ -1,12 +1,9 @@
 """A connection to one HTTP server that may be away for a moment, slow, or wrong.
 
 A request is sent again, with exponential back-off and jitter, where the server may come back: the
-connection fails, or the status is 408, 429, 500, 502, 503 or 504. ``Retry-After`` is honored. Each
-request waits at most ``wait`` seconds, counted from its first failure. Every answer is bounded in
-time and in size while it is read.
-
-Requests run in an event loop in a thread of their own. The calling thread reports whom it waits
-for, and leaves at once when it is interrupted.
+connection fails, or the status is one of ``RETRIED``. ``Retry-After`` is honored. Each request
+waits at most ``wait`` seconds, counted from its first failure. Every answer is bounded in time and
+in size while it is read. The calling thread leaves at once when it is interrupted.
 """
 
 import asyncio
@@ -65,11 +62,7 @@ NO_ANSWER = "no answer yet"
 
 
 class Away(Exception):
-    """A try failed, and another one may succeed.
-
-    Args:
-        retry_after: seconds that the server asks for.
-    """
+    """A try failed, and another one may succeed, after the seconds that the server asks for."""
 
     def __init__(
         self,
@@ -97,8 +90,7 @@ class Waiting:
     due: float
 
     def is_due(self, now: float) -> bool:
-        """Return whether to show the line now. The next time comes after twice the time, at most a
-        minute later."""
+        """Return whether to show the line now: at twice the age, at most a minute later."""
         if now - self.since < self.due:
             return False
         self.due = min(2 * self.due, self.due + 60.0)
@@ -138,45 +130,24 @@ def cause_of(state: tenacity.RetryCallState) -> Away:
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """Keyword arguments of ``Connection``, which whoever opens one passes on.
+    """Keyword arguments of ``Connection``, which whoever opens one passes on."""
 
-    Attributes:
-        wait: seconds to wait for a server that is away. 0: not at all.
-        starting: wait as long for a server that has never answered. It may still be starting.
-        status: shown whom the run waits for; None for nobody.
-        concurrency: requests sent at once.
-        timeout: seconds that one answer may take in all.
-        api_key: sent as a bearer token.
-        api_key_var: the environment variable that it comes from, for messages.
-    """
-
-    wait: float
-    starting: bool
-    status: Callable[[str], None] | None
-    concurrency: int
-    timeout: float
-    api_key: str | None
-    api_key_var: str
+    wait: float  # seconds to wait for a server that is away. 0: not at all
+    starting: bool  # wait as long for a server that has never answered
+    status: Callable[[str], None] | None  # shown whom the run waits for; None for nobody
+    concurrency: int  # requests sent at once
+    timeout: float  # seconds that one answer may take in all
+    api_key: str | None  # sent as a bearer token
+    api_key_var: str  # the environment variable that it comes from, for messages
 
 
 class Connection:
     """Sends requests to one server, many at once.
 
-    Args:
-        url: base URL. A user and a password in it are sent as Basic authentication.
-        section: the recipe's table that describes this server, for messages.
-        wait, starting, status, concurrency, timeout, api_key, api_key_var: see
-            ``ConnectionOptions``.
-
-    Attributes:
-        url: base URL without credentials, for messages.
-        concurrency: requests sent at once.
-        api_key_var: the environment variable of the API key.
-        has_key: whether an API key is sent.
-        outages: how often the server was away and came back. It may be another process since.
-
-    Raises:
-        ServerError: URL, key or environment cannot be used.
+    A user and a password in ``url`` are sent as Basic authentication, and not shown. ``section`` is
+    the recipe's table that describes this server, for messages. ``outages`` counts how often the
+    server was away and came back: it may be another process since. ``ServerError`` is raised where
+    URL, key or environment cannot be used.
     """
 
     def __init__(
@@ -230,10 +201,7 @@ class Connection:
             self._status(text)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns, and meanwhile report for whom the run waits.
-
-        An exception in the calling thread, such as KeyboardInterrupt, cancels the work.
-        """
+        """Return what ``work`` returns, and meanwhile report for whom the run waits."""
         self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -266,19 +234,13 @@ class Connection:
 
         The answer is in memory once, while and after it comes.
 
-        Args:
-            method: of HTTP.
-            path: below the base URL.
-            body: sent as JSON.
-            max_bytes: largest answer.
-            seconds: time for the answer, in addition to the connection's time-out.
-            retried: statuses after which the request is sent again.
-            tail: bytes at the answer's end that begin at an aligned address, if the server says how
-                long the answer is.
+        Args:     max_bytes: largest answer.     seconds: time for the answer, in addition to the
+        connection's time-out.     retried: statuses after which the request is sent again.
+        tail: bytes at the answer's end that begin at an aligned address, if the server says how
+        long the answer is.
 
-        Raises:
-            ServerError: away for too long, too slow, or an answer too large.
-            Refused: an error that is not retried.
+        Raises:     ServerError: away for too long, too slow, or an answer too large.     Refused:
+        an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
         patience = Patience(self._patience_for)

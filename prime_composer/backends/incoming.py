@@ -6,14 +6,7 @@ ALIGNED = 64  # Bytes. An address for every dtype is a multiple of this.
 
 
 class Incoming:
-    """The bytes of an answer as they come.
-
-    Args:
-        tail: bytes at the end that begin at an address for every dtype.
-
-    Attributes:
-        size: how many there are so far.
-    """
+    """The bytes of an answer as they come; the last ``tail`` begin at an aligned address."""
 
     def __init__(self, length: int | None, tail: int):
         self.size = 0

@@ -54,8 +54,7 @@ def has_tokenizer(folder: Path) -> bool:
 def why_not_on_hub(model: str) -> str | None:
     """Return why a model that is no folder cannot be loaded: it is not cached, and there is no hub.
 
-    Nothing is downloaded. A model in the cache needs no hub. A hub that only answers slowly is no
-    reason: a name server may be slow, and the loader tries every address with more patience.
+    A hub that only answers slowly is no reason: the loader has more patience.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -128,8 +127,7 @@ def fingerprint(model: str) -> str | None:
     """Return a text that changes with a model's content; None for one that is not on this machine.
 
     For a hub id it is the cached commit. For a folder it is a hash over names and sizes of the
-    files, and over ``SAMPLES`` pieces of each: 4 MB of a file, whatever its size. A model that was
-    trained further differs there. One changed weight may be missed.
+    files, and over ``SAMPLES`` pieces of each. One changed weight may be missed.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -163,11 +161,7 @@ def unusable(folder: Path, reason: str) -> ValueError:
 
 
 def cache_root() -> Path:
-    """Return the user's cache folder.
-
-    It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
-    ~/.cache).
-    """
+    """Return ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in the user's cache folder."""
     own = os.environ.get(CACHE_VARIABLE)
     folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
     try:

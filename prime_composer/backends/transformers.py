@@ -57,10 +57,9 @@ def window_of(config: Any) -> int | None:
 
 
 def fix_frequencies(model: nn.Module, context: int | None) -> None:
-    """Fix rotary frequencies that follow the longest position of a batch, for sequences up to
-    ``context`` tokens, as vLLM does: a row's log-probs then depend on the row alone.
+    """Fix rotary frequencies that follow the longest position of a batch, up to ``context``.
 
-    Frequencies that are fixed already stay. None is the model's own length.
+    A row's log-probs then depend on the row alone, as in vLLM. None is the model's own length.
     """
     net: Any = model
     length = context or window_of(net.config)
@@ -84,10 +83,7 @@ def fix_frequencies(model: nn.Module, context: int | None) -> None:
 
 
 def try_saving(model: Any, tokenizer: Any) -> None:
-    """Refuse a model or tokenizer that a scratch folder does not give back as it was.
-
-    Weights are left out. ``save_pretrained`` of the model has transformers' signature.
-    """
+    """Refuse a model or tokenizer that a scratch folder does not give back as it was."""
     transformers = import_transformers()
     what = "config, generation config and adapter"
     with scratch_folder("prime_composer_trial_") as folder:
@@ -117,11 +113,7 @@ def try_saving(model: Any, tokenizer: Any) -> None:
 
 
 class LoadedModel:
-    """A transformers model in memory: what sampler and scorer share.
-
-    ``max_model_len`` is within the model's own window, which is also that of None. Rotary
-    frequencies are fixed for it.
-    """
+    """A transformers model in memory, within its own window: what sampler and scorer share."""
 
     def __init__(
         self,

@@ -42,11 +42,7 @@ WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
-    """Prepare a recipe's small models, measure, and print tables or one JSON object.
-
-    Progress and failed checks go to standard error, the result to standard output. The exit status
-    is 1 where a check failed, those of ``rl --dry-run`` included.
-    """
+    """Prepare a recipe's small models, measure, and print tables or one JSON object."""
     report = _measured(recipe)
     if not as_json:
         print_probe(report)

@@ -14,10 +14,7 @@ LINE_EVERY = 10  # Steps between two lines where the output is no terminal
 
 
 class Screen:
-    """Show step, loss and tokens per second in a bar, and a line for each evaluation above it.
-
-    ``done`` are the steps that a resumed run has behind it.
-    """
+    """Show step, loss and tokens per second in a bar, and a line for each evaluation above it."""
 
     def __init__(self, total: int, done: int = 0):
         # Paths and the names of sections contain brackets and colons that are no markup.

@@ -51,11 +51,7 @@ LETTERS_SHOWN = 320  # Length up to which a question or an answer is printed
 
 
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:
-    """Print the table at the end of a run: teacher, student before, student after.
-
-    ``evaluations`` has what was measured by step; step 0 is before training. ``steps`` are
-    finished.
-    """
+    """Print the table at the end of a run: teacher, student before, student after."""
     before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
     environments = titles_of({name: one.model_dump() for name, one in recipe.environments.items()})
     console().print(
@@ -84,11 +80,7 @@ def outcome_table(
     after: Mapping[str, Any],
     environments: Mapping[str, str],
 ) -> Table:
-    """Return the table of two evaluations of a run: teacher, student before, student after.
-
-    ``before`` has the teacher's scores. ``environments`` are the recipe's titles by name, where
-    there are several.
-    """
+    """Return the table of two evaluations of a run: teacher, student before, student after."""
     table = Table(title=title)
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
@@ -126,10 +118,7 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 
 
 def print_size(run_dir: Path) -> None:
-    """Print the size of a student that stays rounded: its information, and its newest checkpoint.
-
-    Nothing is printed for other runs.
-    """
+    """Print the size of a student that stays rounded, and of its newest checkpoint."""
     first = next(iter(read_metrics(run_dir)), {})
     if "student/rounded" not in first:
         return
@@ -149,11 +138,9 @@ def print_size(run_dir: Path) -> None:
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the answers of the student before and after training, and of
-    the teacher, as far as there are any.
+    """Print held-out questions with the answers before and after training, and the teacher's.
 
-    Questions whose answer became right come first, then those with another answer than before. The
-    file may hold later steps of an earlier attempt: only those of ``steps`` are read.
+    The file may hold later steps of an earlier attempt: only those of ``steps`` are read.
     """
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:
@@ -206,8 +193,7 @@ def _verdict(answer: Answer) -> Text:
 
 
 def shown(text: str) -> Text:
-    """Return a model's or a data set's text for a table: on one line, without what a terminal would
-    obey, and cut visibly."""
+    """Return a text for a table: on one line, without what a terminal would obey, and cut."""
     line = " ".join(text.split())
     letters = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line
@@ -219,10 +205,7 @@ def shown(text: str) -> Text:
 
 
 def print_report(runs: Sequence[str | Path]) -> None:
-    """Print one row per run: its loss, and its numbers at the first and the last evaluation.
-
-    A single run also shows its environments and answers.
-    """
+    """Print one row per run: its loss, and its numbers at the first and the last evaluation."""
     read = [(run, read_metrics(run)) for run in runs]
     named = dict.fromkeys(name for _, records in read for name in scores_in(records))
     titles = [TITLES[name] for name in named] or ["accuracy"]
@@ -294,8 +277,7 @@ def print_table(
 ) -> None:
     """Print a table; in a narrow terminal a block for each row. No number is left out or cut.
 
-    The first cell of a row names it in a block. The first ``names`` columns are names, which are
-    folded before the table is.
+    The first ``names`` columns are names, which are folded before the table is.
     """
     any_width = screen.options.update(max_width=sys.maxsize)
     for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
@@ -321,8 +303,7 @@ def print_table(
 def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) -> None:
     """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG.
 
-    The score is accuracy or a graded metric, of several the first one, with the teacher's. Without
-    one it is the share of answers that were cut. A single run also shows the parts of its loss.
+    Without a score it is the share of answers that were cut.
     """
     several = len(runs) > 1
     read = [(run, read_metrics(run)) for run in runs]
@@ -424,10 +405,7 @@ def plain(text: str) -> str:
 
 
 def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Name the loss and the metrics that add up to it.
-
-    These are the KL within the support and the mass outside it, or the channels of ``compose``.
-    """
+    """Name the loss and the metrics that add up to it."""
     names = dict.fromkeys(name for record in records for name in record)
     parts = ("/kl_in_support", "/kl_mass", "/loss")
     others = ("rollout/", "eval/", "teacher/")  # which may end with an environment's name
@@ -462,10 +440,7 @@ def _table_of(run: str | Path, name: str) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Return the terminal, or 120 columns where the output is a pipe or a file.
-
-    The names of runs and losses may contain brackets; nothing is read as markup.
-    """
+    """Return the terminal, or 120 columns where the output is a pipe. Nothing is markup."""
     terminal = Console(markup=False, emoji=False, highlight=False)
     if not terminal.is_terminal:
         terminal.width = 120

@@ -132,10 +132,7 @@ def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
 
 
 def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
-    """Return the command line that continues a run from one of its checkpoints, to be pasted.
-
-    ``named`` is the directory that it names, ``run_dir`` or the one of all islands.
-    """
+    """Return the command line that continues a run from one of its checkpoints, to be pasted."""
     newest = list_checkpoints(run_dir)[-1].step
     words = ["--output-dir", str(named), "--resume"]
     words += [] if step == newest else ["--step", str(step)]
@@ -148,10 +145,7 @@ def _named(wish: Wish, run_dir: Path) -> Path:
 
 
 def plan_local(wish: Wish) -> int:
-    """Check all that ``run_local`` checks before it loads a model, and print what it would do.
-
-    Runs nothing and writes nothing.
-    """
+    """Check all that ``run_local`` checks before it loads a model, and print what it would do."""
     from prime_composer.local.run_dir.plan import plan
 
     problems = load_sources(wish.recipe)

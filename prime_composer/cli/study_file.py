@@ -153,8 +153,7 @@ def load_study(
 ) -> tuple[StudyConfig, list[Run]]:
     """Read and validate a study file, and the recipe of every variant.
 
-    ``changes`` are ``section.key=value`` items for all variants, after their own. The runs come
-    seed by seed, so that a stopped study has whole seeds to compare.
+    The runs come seed by seed, so that a stopped study has whole seeds to compare.
     """
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
@@ -192,10 +191,7 @@ def _check_same_budget(runs: Sequence[Run], path: Path, same_budget: bool) -> No
 
 
 def is_finished(run: Run) -> bool:
-    """Check whether the run's directory contains its last step, with the evaluation after it.
-
-    A run that holds nothing out evaluates nothing, as its step 0 shows.
-    """
+    """Check whether the run's directory contains its last step, with the evaluation after it."""
     run_dir = run.first
     if not (run_dir / RECIPE_FILE).exists():
         return False

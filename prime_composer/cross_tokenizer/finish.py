@@ -57,17 +57,9 @@ def token_scores(
 ) -> tuple[Scores, Totals]:
     """Return the teacher's scores of a completion, and sums over its tokens.
 
-    The support is the sampled token, then the most probable ids that are resolved. Other columns
-    are not known.
-
-    Args:
-        pair: the tokenizers.
-        plan: of the completion.
-        candidates: at its positions that have a score.
-        rows: the teacher's.
-        k: ids of the support.
-        fixed: the support must not depend on the sampled token, as estimators with a fixed support
-            need: it has no column of its own, and what follows it changes its own log-prob alone.
+    The support is the sampled token, then the most probable ids that are resolved, k in all. A
+    ``fixed`` one must not depend on the sampled token, as estimators need: it has no column of its
+    own, and what follows it changes its own log-prob alone.
     """
     positions = Positions(pair, plan, candidates, rows)
     plain = positions.masses
@@ -133,10 +125,8 @@ class Paths:
 class Positions:
     """The positions of a completion that have a score.
 
-    Attributes:
-        at: the place of each in the completion, [n].
-        masses: before refinement.
-        has_score: whether the teacher's text leads there, and the rows list most of its mass, [n].
+    ``at`` is the place of each in the completion, [n], and ``masses`` are before refinement.
+    ``has_score``, [n]: the teacher's text leads there, and the rows list most of its mass.
     """
 
     def __init__(self, pair: Pair, plan: Plan, candidates: Candidates, rows: Rows):
@@ -192,10 +182,7 @@ class Positions:
         return own
 
     def refined(self, masses: Masses) -> Masses:
-        """Let the rows after it say what follows the rollout's own teacher token.
-
-        Its mass goes from the first student token of its own bytes to those of each continuation.
-        """
+        """Let the rows after it say what follows the rollout's own teacher token."""
         tables, own = self.pair.tables, self.teacher_ids[self.row]
         entry = tables.start[own] + self.skip
         at = np.flatnonzero((own >= 0) & tables.asks[np.where(own >= 0, entry, 0)])
@@ -283,9 +270,6 @@ class Positions:
         """Return the mass of teacher tokens that may begin a student token and not end it, [e].
 
         The rollout's own teacher token has been refined, unless supports are ``fixed``.
-
-        Args:
-            entries: which of its entries, [e].
         """
         at, tokens = masses.positions[entries], masses.tokens[entries]
         row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]

@@ -51,21 +51,17 @@ class Tables:
     """Arrays of a pair of tokenizers.
 
     An *entry* is a teacher's token w from its byte d on: what w still writes where the student has
-    written its first d bytes. Its index is ``start[w] + d``.
+    written its first d bytes. Its index is ``start[w] + d``. A pair whose student has a lead that
+    the teacher does not have (``Pair``) has one entry more for each token: ``start[w] - 1``, the
+    lead and then all of w.
 
-    A pair whose student has a lead that the teacher does not have (``Pair``) has one entry more for
-    each token: ``start[w] - 1``, the lead and then all of w.
-
-    Attributes:
-        order: the teacher's ordinary ids, sorted by their bytes.
-        start: index of each teacher token's entry 0, and of the one after the last, [V_T + 1].
-        first: first token of the student's encoding of each entry; -1 where the entry begins inside
-            a character.
-        open: whether what follows may change that first token.
-        asks: whether that is so, or a longer token of the student begins with the entry.
-        path_start: index in ``path_ids`` of each student token's path, and of the end, [V_S + 1].
-        path_ids: the teacher's encoding of each student token's bytes; nothing where these are not
-            whole characters.
+    Attributes:     order: the teacher's ordinary ids, sorted by their bytes.     start: index of
+    each teacher token's entry 0, and of the one after the last, [V_T + 1].     first: first token
+    of the student's encoding of each entry; -1 where the entry begins inside         a character.
+    open: whether what follows may change that first token.     asks: whether that is so, or a
+    longer token of the student begins with the entry.     path_start: index in ``path_ids`` of each
+    student token's path, and of the end, [V_S + 1].     path_ids: the teacher's encoding of each
+    student token's bytes; nothing where these are not         whole characters.
     """
 
     order: NDArray[np.int64]
@@ -81,18 +77,9 @@ class Pair:
     """A teacher's and a student's tokenizer.
 
     A *lead* is what a model writes in front of each answer and is no part of it: a space, with some
-    templates of sentencepiece tokenizers.
-
-    Args:
-        teacher: the teacher's tokenizer.
-        student: the student's.
-        teacher_ends: the teacher's ids that end its turn.
-        student_end: the student's id that ends its turn.
-        texts: texts as the teacher writes them. On these is counted which of its tokens are open.
-        leads: the teacher's lead and the student's. Each is empty, a space, or that of the other.
-
-    Raises:
-        ValueError: the leads are others.
+    templates of sentencepiece tokenizers. ``leads`` are the teacher's and the student's. Each is
+    empty, a space, or that of the other. On ``texts``, as the teacher writes them, is counted which
+    of its tokens are open. The ends are the ids that end a turn.
     """
 
     def __init__(
@@ -186,10 +173,10 @@ class Pair:
 
     @cached_property
     def _alone(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether a student token is followed by a space as if by nothing, and whether another one
-        is such a space's: what has no merge across it is encoded on either side by itself.
+        """Which student tokens a space follows as if nothing did, and which are such a space's.
 
-        White space before it is no such token: expressions that split words look ahead of it.
+        What has no merge across it is encoded on either side by itself. White space before it is no
+        such token: expressions that split words look ahead of it.
         """
         contents = [content or b"" for content in self.student.of_id]
         joined = {left for c in contents for left, right in pairwise(c) if right == SPACE_BYTE}
@@ -220,11 +207,7 @@ class Pair:
         return codes
 
     def _within(self, rest: bytes, token: int) -> tuple[int, ...]:
-        """Return the teacher's tokens that begin with some bytes and end inside a student token.
-
-        Args:
-            rest: the bytes, after which the student's token begins.
-        """
+        """Return the teacher's tokens that begin with some bytes and end inside a student token."""
         content = rest + (self.student.of_id[token] or b"")
         shorter = (self.id_of.get(content[:end]) for end in range(len(rest) + 1, len(content)))
         return tuple(i for i in shorter if i is not None)

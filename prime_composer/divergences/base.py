@@ -96,9 +96,8 @@ def with_slope(
 ) -> Float[Tensor, "..."]:
     """Return ``values``, with ``slope`` as their elementwise derivative for ``logprobs``.
 
-    A formula that is accurate at every argument takes branches, and autograd would multiply the
-    infinities of the branch that was not taken by 0. Both are therefore written out. There is no
-    second derivative.
+    Autograd would multiply the infinities of the branch that was not taken by 0. There is no second
+    derivative.
     """
     result: Tensor = _WithSlope.apply(logprobs, values.detach(), slope.detach())
     return result

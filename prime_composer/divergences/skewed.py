@@ -46,14 +46,6 @@ def skewed_forward_kl(
 
     Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898. The authors' code
     (jongwooko/distillm d47e77f) returns the cross-entropy, without the teacher's entropy.
-
-    Args:
-        student_logprobs: log p.
-        teacher_logprobs: log q.
-        normalization: how the vocabulary outside the support counts.
-
-    Raises:
-        ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     refuse_skew(skew)
@@ -88,14 +80,6 @@ def skewed_reverse_kl(
     stationary.
 
     Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898.
-
-    Args:
-        student_logprobs: log p.
-        teacher_logprobs: log q.
-        normalization: how the vocabulary outside the support counts.
-
-    Raises:
-        ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     refuse_skew(skew)
@@ -191,10 +175,6 @@ def amid(
 
     Source: AMiD (2025), https://arxiv.org/abs/2510.15982. Its p is the teacher and its q the
     student, so that its "pr" is "q||r" here.
-
-    Raises:
-        ValueError: alpha above 1, skew outside [0, 1], a skew at which r is the other distribution
-            and the divergence 0, an unknown order, or ``outcomes`` refuses the normalization.
     """
     refuse_amid(alpha, skew, divergence)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
@@ -203,11 +183,7 @@ def amid(
 
 
 def refuse_amid(alpha: float, skew: float, divergence: str) -> None:
-    """Refuse knobs outside AMiD's domain, or with which nothing is learned.
-
-    Raises:
-        ValueError: naming the knob and its range.
-    """
+    """Refuse knobs outside AMiD's domain, or with which nothing is learned."""
     if not -math.inf < alpha <= 1:
         raise ValueError(
             f"alpha = {alpha}: the assistant distribution is defined for a finite alpha of at most "

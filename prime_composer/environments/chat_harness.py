@@ -1,9 +1,7 @@
 """Let the student talk to an environment and its tools, in this process.
 
 verifiers' own harnesses install and start a program per rollout, with uv and a network. This one is
-the same plain chat loop, without a program. It runs until an answer calls no tool.
-
-Importing this module imports verifiers.
+the same plain chat loop, until an answer calls no tool. Importing this module imports verifiers.
 """
 
 import json
@@ -102,11 +100,7 @@ def first_of_a_group() -> Iterator[None]:
 
 
 class Tools:
-    """The tools of a rollout, on the environment's servers.
-
-    Attributes:
-        schemas: as a chat request lists them.
-    """
+    """The tools of a rollout, on the environment's servers; ``schemas`` as in a chat request."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []

@@ -17,17 +17,11 @@ LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Two heads, all of whose rows count, and the blocks in which they are compared.
+    """Two heads, all of whose rows count, and the blocks in which they are compared."""
 
-    Attributes:
-        heads: student and teachers. Every teacher has a weight in every row.
-        token_block: rows of a block.
-        chunk: vocabulary entries of a block.
-    """
-
-    heads: TwoHeads
-    token_block: int
-    chunk: int
+    heads: TwoHeads  # every teacher has a weight in every row
+    token_block: int  # rows of a block
+    chunk: int  # vocabulary entries of a block
 
     @property
     def device(self) -> torch.device:
@@ -220,9 +214,8 @@ def _operand(x: Tensor) -> Tensor:
 class GradientSums:
     """The student's gradients, added up from the blocks of the logits' gradient.
 
-    Args:
-        weight_dtype: of the weight's gradient until the last block is added. A chunk that begins
-            once needs no more than its own memory in a wider dtype.
+    ``weight_dtype`` holds until the last block is added. A chunk that begins once needs no more
+    than its own memory in a wider dtype.
     """
 
     def __init__(self, plan: Plan, student: Side, needs: Sequence[bool], weight_dtype: torch.dtype):

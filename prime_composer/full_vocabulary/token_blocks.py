@@ -1,8 +1,7 @@
 """Any divergence over the whole vocabulary: token block by token block, with recomputation.
 
-The forward makes both distributions of a block of tokens, [block, V], and keeps the divergence's
-values alone. The backward makes them again, and autograd gives the divergence's gradient for log p.
-These are six matrix products. The head's gradient is added up in place.
+Forward and backward both make the distributions of a block of tokens, [block, V]: six matrix
+products. The head's gradient is added up in place.
 """
 
 from collections.abc import Callable, Iterator

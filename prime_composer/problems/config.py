@@ -310,23 +310,15 @@ Asked = tuple[tuple[tuple[str, str], ...], str]
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its answer.
+    """A question and its answer."""
 
-    Attributes:
-        question: the question; of a conversation its last user's message.
-        answer: the reference; empty where the data has none.
-        environment: the recipe's environment that it belongs to.
-        teacher: the teacher that its row names, if any.
-        transcript: the messages of a solved rollout as JSON, which small models learn from in the
-            place of question and answer. Only tasks of environments by id have one.
-        context: role and content of the messages before the question.
-    """
-
-    question: str
-    answer: str
-    environment: str = PROBLEMS
-    teacher: str | None = None
+    question: str  # of a conversation its last user's message
+    answer: str  # the reference; empty where the data has none
+    environment: str = PROBLEMS  # that it belongs to
+    teacher: str | None = None  # that its row names, if any
+    # the messages of a task's solved rollout, which small models learn from, as JSON
     transcript: str | None = None
+    # role and content of the messages before the question
     context: tuple[tuple[str, str], ...] = ()
 
     @property

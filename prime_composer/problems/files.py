@@ -19,10 +19,7 @@ NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)
 
 
 def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
-    """Return the files to train on, and those that are held out, if any are.
-
-    ``trains`` says whether files to train on are needed.
-    """
+    """Return the files to train on, and those that are held out, if any are."""
     if path.is_file():
         return [path], []
     if not path.is_dir():

@@ -33,16 +33,11 @@ class TimeBudget:
     """The CPU time that answers without a verdict may cost together, for example in a step.
 
     A busy machine changes no verdict, because no clock is read.
-
-    Attributes:
-        seconds: the time. Once it is spent, every further answer gets ``SECONDS_WHEN_SPENT``.
-        spent: the limits of the answers without a verdict so far.
-        timeouts: number of answers without a verdict.
     """
 
-    seconds: float = 10.0
-    spent: float = 0.0
-    timeouts: int = 0
+    seconds: float = 10.0  # once spent, an answer gets ``SECONDS_WHEN_SPENT``
+    spent: float = 0.0  # the limits of the answers without a verdict so far
+    timeouts: int = 0  # answers without a verdict
 
     @property
     def per_answer(self) -> float:

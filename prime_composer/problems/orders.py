@@ -19,17 +19,11 @@ HELD_OUT = 0.1  # Share of the pairs of an item and a shop whose orders are in t
 
 @dataclass(frozen=True)
 class Order:
-    """Some pieces of an item, from a shop.
+    """Some pieces of an item, from a shop."""
 
-    Attributes:
-        pieces: how many, from 2 to 9.
-        item: what is ordered.
-        shop: the place of the shop, on which the price depends.
-    """
-
-    pieces: int
+    pieces: int  # from 2 to 9
     item: str
-    shop: str
+    shop: str  # on which the price depends
 
     @property
     def question(self) -> str:
@@ -86,7 +80,7 @@ def times(a: int, b: int) -> str:
 def draw_orders(split: Literal["train", "test"]) -> list[Order]:
     """Return all orders of a split, in a fixed order.
 
-    An item from a shop is in one split alone. So no price of the test was ever seen in training.
+    An item from a shop is in one split alone: no price of the test was ever seen in training.
     """
     pairs = sorted(PRICES)
     random.Random("split of orders").shuffle(pairs)

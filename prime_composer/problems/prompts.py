@@ -33,23 +33,14 @@ SPECIMEN = "Forty-two"  # An answer, to see what a chat template writes around o
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a text of a run.
+    """What ends a text of a run."""
 
-    Attributes:
-        ids: every id that ends one, in ascending order.
-        answer: the id that ends an answer of the data where its chat template writes none of
-            ``ids``; None where nothing ends a text.
-    """
-
-    ids: tuple[int, ...]
-    answer: int | None
+    ids: tuple[int, ...]  # every id that ends one, in ascending order
+    answer: int | None  # of an answer whose chat template writes none of ``ids``
 
     @classmethod
     def of(cls, tokenizer: Any, turns: Set[int], others: Set[int] = frozenset()) -> "Ends":
-        """Return those of a tokenizer, of what chat templates write, and others.
-
-        An answer ends as in a chat, or with the tokenizer's own end.
-        """
+        """Return those of a tokenizer, of what chat templates write, and others."""
         eos = getattr(tokenizer, "eos_token_id", None)
         own = [] if eos is None else [eos]
         preferred = [*sorted(turns), *own, *sorted(others)]
@@ -62,8 +53,7 @@ def prompt_text(problem: Problem, config: DataConfig) -> str:
 
 
 def answer_text(answer: str, config: DataConfig) -> str:
-    """Return an answer as appended to the prompt: with a leading space, but not with a chat
-    template."""
+    """Return an answer as appended to the prompt: with a leading space outside of chats."""
     return answer if config.chat_template else f" {answer}"
 
 
@@ -90,10 +80,7 @@ def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) ->
 def render_answer(
     problem: Problem, answer: str, config: DataConfig, tokenizer: Any, ends: Ends
 ) -> list[int]:
-    """Return an answer's token ids as they follow those of the prompt, with the id that ends it.
-
-    With a chat template they are what it writes after its own prompt, up to the first end.
-    """
+    """Return an answer's token ids as they follow those of the prompt, with the id that ends it."""
     if ends.answer is None:
         raise ValueError(
             "the student has no end of text, and the data's answers need one: set eos_token_id in "
@@ -148,10 +135,7 @@ def chat_text(
     marks: Mapping[str, str],
     answer: str | None = None,
 ) -> str:
-    """Return a problem as the tokenizer's chat template writes it, with or without an answer.
-
-    Without one it ends in what an answer begins with. The texts of ``marks`` are replaced.
-    """
+    """Return a problem as the tokenizer's chat template writes it, with or without an answer."""
     if getattr(tokenizer, "chat_template", None) is None:
         because = next((key for key in CHAT_KEYS if getattr(config, key) is not None), None)
         remedy = "set it to false" if because is None else f"{because} needs one"
@@ -180,8 +164,7 @@ def around_answer(
 ) -> tuple[str | None, int | None]:
     """Return what the chat template writes between its prompt and an answer, and the id behind it.
 
-    The first is None where the template writes the prompt otherwise before an answer, the second
-    where it ends an answer with no token of its own.
+    The first is None where the template writes the prompt otherwise before an answer.
     """
     try:
         prompt = chat_text(problem, config, tokenizer, {})
@@ -204,10 +187,7 @@ def ends_of_chat(tokenizer: Any) -> set[int]:
 
 
 def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
-    """Return the special tokens whose texts stand in some data, each with a character for it.
-
-    The longest is first. None of the characters stands in the data.
-    """
+    """Return the special tokens whose texts stand in some data, the longest first, with marks."""
     special, text = special_tokens(tokenizer), "\n".join(data)
     if not any(first in text for first in _firsts(tokenizer)):
         return {}
@@ -218,10 +198,7 @@ def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
 
 
 def encode(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
-    """Return the ids of a text, in which ``marks`` stand for texts of its data.
-
-    These become plain text where the tokenizer can do that (``reads_plainly``).
-    """
+    """Return the ids of a text, in which ``marks`` stand for texts of its data."""
     if marks and reads_plainly(tokenizer):
         return _pieces(tokenizer, text, marks)
     return list(tokenizer.encode(_restore(text, marks), add_special_tokens=False))
@@ -301,8 +278,10 @@ def _without_end(answer: str, tokenizer: Any, ends: Ends) -> str:
 
 
 def _check_written(problem: Problem, config: DataConfig, text: str, answer: str = "") -> None:
-    """Refuse a chat template that leaves out words of a message. Templates trim and escape, and
-    leave out the reasoning of earlier turns on purpose."""
+    """Refuse a chat template that leaves out words of a message.
+
+    Templates trim and escape, and leave out the reasoning of earlier turns on purpose.
+    """
     messages = [*prompt_messages(problem, config), {"role": "answer", "content": answer}]
     words = [
         WORD.findall(content if role == "answer" else REASONED.split(content)[-1])

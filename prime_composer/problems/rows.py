@@ -29,11 +29,7 @@ class UnusableRow(ValueError):
 def parse_rows(
     rows: Iterable[tuple[str, R]], parse: Callable[[R], T], limit: int | None = None
 ) -> list[T]:
-    """Return what ``parse`` makes of each row, which comes with its place, for messages.
-
-    Where it raises a ``ValueError`` with what is wrong, one is raised that has ``place: what is
-    wrong`` of the first five such rows.
-    """
+    """Return what ``parse`` makes of each row; the first five malformed ones make one error."""
     parsed: list[T] = []
     errors: list[str] = []
     for place, row in rows:
@@ -51,10 +47,7 @@ def parse_rows(
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -> list[T]:
-    """Return what ``parse_rows`` makes of a JSONL file, with ``file:line`` as places.
-
-    Empty lines are skipped.
-    """
+    """Return what ``parse_rows`` makes of a JSONL file, with ``file:line`` as places."""
     try:
         return parse_rows(_lines(path), lambda line: parse(_json(line)), limit)
     except OSError as error:
@@ -103,10 +96,7 @@ def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
 
 
 def problem_of_row(row: Any, config: DataConfig) -> Problem:
-    """Return a row as a problem.
-
-    ``UnusableRow`` is raised where prompt or answer is empty, or the metric cannot use the answer.
-    """
+    """Return a row as a problem, or raise ``UnusableRow`` where it cannot be one."""
     if not isinstance(row, Mapping):
         wanted = f'"{config.prompt_key}" and "{config.answer_key}"'
         if config.messages_key is not None:
@@ -255,8 +245,7 @@ def _turn(message: Any, place: str, number: int) -> tuple[str, str]:
 def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
     """Return the text in a column, without white space around it.
 
-    The column is a key, or keys with dots between them that lead into objects. Messages name the
-    setting that it comes from, ``key``.
+    The column may be keys with dots between them. Messages name the setting that it comes from.
     """
     try:
         value = value_at(row, column, key)

@@ -70,8 +70,7 @@ class SetKey(NamedTuple):
 
 
 def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey]:
-    """Yield every key that a recipe sets, with its mark. Keys that it leaves at their default are
-    skipped."""
+    """Yield every key that a recipe sets, not those left at their default, with its mark."""
     for name in type(table).model_fields:
         if name not in table.model_fields_set:
             continue
@@ -109,8 +108,7 @@ def mark_of(table: type[BaseModel], name: str) -> Mark | None:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models that an annotation names, those in unions and containers
-    included."""
+    """Return the pydantic models that an annotation names, also in unions and containers."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]

@@ -61,15 +61,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
-    """Return the tables of a TOML file.
+    """Return the tables of a TOML file; a ``RecipeError`` where it is missing or no TOML.
 
-    Args:
-        path: the file.
-        what: the kind of file, for the error message.
-        shipped: the folder of the shipped files of that kind, for the error message.
-
-    Raises:
-        RecipeError: the file is missing or no TOML.
+    For the message, ``what`` is the kind of file, and ``shipped`` the folder of such files.
     """
     path = Path(path)
     try:
@@ -93,10 +87,7 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
-    """Validate nested tables as a ``cls``. One ``RecipeError`` names its problems and their keys.
-
-    Of many problems the first ones are named and the rest is counted.
-    """
+    """Validate nested tables as a ``cls``. One ``RecipeError`` names its problems."""
     try:
         _check_values(raw)
         return cls.model_validate(raw)
@@ -153,9 +144,6 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     """Set ``section.key=value`` in nested tables, in place.
 
     A model has one origin: ``student.model=DIR`` replaces the recipe's ``[student.prepare]``.
-
-    Raises:
-        RecipeError: the item is not of that form, or a section of it is a value.
     """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
@@ -216,11 +204,7 @@ def _echo(value: Any) -> str:
 def fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
     """Return the names of the fields of the table that an error location leads to.
 
-    Args:
-        loc: keys of tables that were read, and names that a recipe may choose, such as that of
-            [teachers.NAME]. A name may be that of a key.
-        root: the outermost table.
-        raw: its value.
+    A name in ``loc`` may be one that a recipe chooses, such as that of [teachers.NAME].
     """
     table, value, is_name = root, raw, False
     for part in loc:

@@ -129,7 +129,7 @@ class QuantizeConfig(Table):
 
             R (bits + 2 * 32 / g) + 32 (N - R)
 
-        This is the least that a file needs. A checkpoint is larger: it stores all in float32.
+        A checkpoint is larger: it stores all in float32.
         """
         return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
 
@@ -187,11 +187,7 @@ class DamagedConfig(Table):
 
 
 def check_dropped(dropped: Collection[int], layers: int, model: str) -> None:
-    """Check that a model has the layers that are removed from it, and others.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a model has the layers that are removed from it, and others."""
     absent = [str(index) for index in dropped if index >= layers]
     if absent:
         raise ValueError(

@@ -122,11 +122,7 @@ class RolloutConfig(Table):
         return self
 
     def context(self, needed: int = 0, windows: Iterable[int | None] = ()) -> int:
-        """Return ``max_model_len``, or what it is where it is unset.
-
-        ``needed`` are the tokens of the longest prompt and its completion, and ``windows`` the
-        positions of the models that read them; None where they are not known.
-        """
+        """Return ``max_model_len``, or what it is where it is unset."""
         if self.max_model_len is not None:
             return self.max_model_len
         return min([max(USUAL_CONTEXT, needed), *(one for one in windows if one is not None)])

@@ -251,7 +251,8 @@ class Recipe(Table):
     @property
     def side_by_side(self) -> int:
         """How many sequences a run samples side by side: those of a step, and of an evaluation
-        ``EVALUATED_AT_ONCE``. The others of an evaluation wait for their turn."""
+        ``EVALUATED_AT_ONCE``.
+        """
         return max(self.trainer.batch_size, min(self.eval.largest, EVALUATED_AT_ONCE))
 
     @property

@@ -1,8 +1,7 @@
 """The routes of the scoring plugin in vLLM's API server.
 
 One wrong request must never end the engine, and no large one may keep the others waiting: every
-request is checked before the engine sees it (``requests``), handed over in small parts
-(``engine``), and answered in windows. A request whose client is gone is aborted.
+request is checked before the engine sees it, handed over in small parts, and answered in windows.
 """
 
 import asyncio
@@ -122,10 +121,7 @@ def columns_of(parts: Sequence[dict[str, Any]]) -> int | None:
 
 
 def facts_of(model_config: Any, columns: int | None = None) -> Facts:
-    """Return what the server says about itself.
-
-    ``columns`` are those of its head. A config may have a wider model, with a projection after it.
-    """
+    """Return what the server says about itself."""
     import vllm
 
     return Facts(
@@ -279,10 +275,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 class Windows(Response):
-    """A response of the plugin that is sent as fast as its client takes it, never copied whole.
-
-    ``held`` is given back once it is sent, or the client is gone or does not take it.
-    """
+    """A response of the plugin that is sent as fast as its client takes it, never copied whole."""
 
     def __init__(self, parts: Sequence[Bytes], held: AsyncExitStack):
         self._parts, self._held = parts, held

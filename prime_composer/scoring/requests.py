@@ -1,8 +1,4 @@
-"""Read a request, and refuse what would end vLLM's engine or take the server from all others.
-
-A request is JSON, and no larger than the server's ``Limits`` say. What is refused costs the event
-loop a few milliseconds, whatever its size.
-"""
+"""Read a request, and refuse what would end vLLM's engine or take the server from all others."""
 
 import base64
 import binascii
@@ -46,11 +42,7 @@ KEYS_PER_SEQUENCE = 4
 
 
 class BadRequest(ValueError):
-    """A request that is not answered.
-
-    Attributes:
-        status: of the refusal.
-    """
+    """A request that is not answered, with the refusal's ``status``."""
 
     status = 400
 

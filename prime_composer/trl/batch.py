@@ -15,11 +15,9 @@ def rollouts_of(batch: Mapping[str, Any], eos_token_ids: Collection[int]) -> lis
     """Return the sequences of a batch without their padding, one per row.
 
     Tokens of the completion train, except for those that a tool wrote. Padding is told by the
-    masks, because many tokenizers pad with EOS. trl keeps no log mu: it is NaN.
-
-    Args:
-        batch: ``prompt_ids`` (padded on the left), ``completion_ids`` (padded on the right) and
-            their masks, [rows, tokens]. ``tool_mask`` is 0 at the tokens of a tool.
+    masks, because many tokenizers pad with EOS. trl keeps no log mu: it is NaN. ``batch`` has
+    ``prompt_ids`` (padded on the left), ``completion_ids`` (on the right) and their masks, [rows,
+    tokens].
     """
     prompts, completions = batch["prompt_ids"].cpu(), batch["completion_ids"].cpu()
     prompt_masks, completion_masks = (

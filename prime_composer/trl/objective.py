@@ -26,9 +26,7 @@ PLAIN_SAMPLING = {
 def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None) -> LossConfig:
     """Return the config of a loss, checked against what trl provides.
 
-    Args:
-        loss: a config, a ``[loss]`` table, its ``type`` alone, or a recipe file. Of a file
-            ``[loss]`` is read. Its models, data and trainer are not.
+    ``loss`` is a config, a ``[loss]`` table, its ``type`` alone, or a recipe file with ``[loss]``.
     """
     if loss is None:
         raise ValueError(

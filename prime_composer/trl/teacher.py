@@ -86,10 +86,7 @@ def open_teacher(
 def check_teacher(
     teacher: Teacher, scorer: Scorer, tokenizer: Any, vocab_size: int, config: LossConfig
 ) -> list[str]:
-    """Check vocabularies and tokenizers, and ask the teacher one question as the loss will.
-
-    The question finds a server whose --max-logprobs is below K, or that lacks the scoring plugin.
-    """
+    """Check vocabularies and tokenizers, and ask the teacher one question as the loss will."""
     size, by_student = config.asked_of_teacher
     warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), size)
     own = load_tokenizer(teacher) if is_folder_or_hub_id(teacher) else None

@@ -104,10 +104,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         self.add_callback(_EndOfStep(self))
 
     def _end_as_the_teacher(self, teacher: Teacher) -> list[str]:
-        """Let completions end where the chat template or the teacher ends them, too.
-
-        ``generation_kwargs`` of the arguments that name an end are left as they are.
-        """
+        """Let completions end where the chat template or the teacher ends them, too."""
         trainer: Any = self  # its attributes are trl's
         chosen = trainer.args.generation_kwargs or {}
         if "eos_token_id" in chosen or "stop_token_ids" in chosen:

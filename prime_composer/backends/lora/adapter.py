@@ -61,19 +61,13 @@ def import_peft() -> Any:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a student.
-
-    Attributes:
-        base: directory or hub id of the model without it.
-        digest: SHA-256 of the base's weights.
-        merge: whether a checkpoint is the merged model.
-    """
+    """The adapter of a student."""
 
     model: nn.Module
     config: LoraConfig
-    base: str
-    digest: str
-    merge: bool = False
+    base: str  # directory or hub id of the model without it
+    digest: str  # SHA-256 of the base's weights
+    merge: bool = False  # whether a checkpoint is the merged model
 
     @classmethod
     def of_model(
@@ -88,7 +82,6 @@ class Adapter:
         """Freeze a model, and put an adapter on it in place.
 
         B begins at 0, so that the model computes what it did, bit for bit. A is random by the seed.
-        With a checkpoint, or else with ``start``, both are those of that directory.
         """
         peft = import_peft()
         names = layers_to_adapt(model, config.targets)
@@ -114,17 +107,11 @@ class Adapter:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors of the sizes that ``save_pretrained`` writes.
-
-        Those of the merged model are the base's own, which costs no memory.
-        """
+        """Return tensors of the sizes that ``save_pretrained`` writes, which cost no memory."""
         return self.weights | (base_of(self.model).state_dict() if self.merge else {})
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write the adapter's directory, or with ``merge`` the merged model's.
-
-        ``state_dict`` takes the place of the merged weights.
-        """
+        """Write the adapter's directory, or with ``merge`` the merged model's."""
         from safetensors.torch import save_file
 
         if self.merge:
@@ -218,10 +205,7 @@ def check_directory(folder: Path, config: LoraConfig) -> None:
 def layers_to_adapt(
     model: nn.Module, targets: Literal["all-linear"] | tuple[str, ...]
 ) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by name: plain linear ones in float32.
-
-    ``targets`` are the last parts of their names, or "all-linear" for all but the head.
-    """
+    """Return the layers that get an adapter, by name: plain linear ones in float32."""
     net: Any = model
     layers = dict(linear_layers(model))
     names = sorted({name.rpartition(".")[2] for name in layers})
