@@ -269,7 +269,6 @@ def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:
 
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...] | None:
-    """Return the index of the first True; None where there is none."""
     if not wrong.any():
         return None
     return tuple(int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
@@ -289,5 +288,4 @@ def _are_permutations(ids: NDArray[Any]) -> bool:
 
 
 def _an_id(vocab_size: int | None) -> str:
-    """Return what an id of a vocabulary is, in words."""
     return "an id of at least 0" if vocab_size is None else f"an id from 0 to {vocab_size - 1}"

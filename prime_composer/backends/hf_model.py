@@ -153,7 +153,6 @@ class OwnGenerationConfig:
         return cls(None if file is None else file.read_bytes())
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the file, where there is one."""
         if self.content is not None:
             (Path(folder) / "generation_config.json").write_bytes(self.content)
 

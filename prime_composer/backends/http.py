@@ -186,17 +186,14 @@ class Connection:
 
     @property
     def name(self) -> str:
-        """The server as messages name it."""
         owners = {"[teacher]": "the teacher's server", "[rollout]": "the student's server"}
         return f"{owners.get(self.section, f'the server of {self.section}')} at {self.url}"
 
     def error(self, message: str, key: str | None = None) -> ServerError:
-        """Return an error about this server."""
         sentence = message[0].upper() + message[1:]
         return ServerError(sentence, url=self.url, section=self.section, key=key)
 
     def show(self, text: str) -> None:
-        """Show a line of progress."""
         if self._status is not None:
             self._status(text)
 

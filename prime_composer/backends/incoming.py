@@ -25,6 +25,5 @@ class Incoming:
             self._view[begin : self.size] = chunk
 
     def view(self) -> memoryview:
-        """Return all that came."""
         whole = self._view if self._grown is None else memoryview(self._grown)
         return whole[: self.size]

@@ -114,7 +114,6 @@ class Server:
 
     @property
     def origin(self) -> str:
-        """The server in words, for messages."""
         return f"{self._connection.name[0].upper()}{self._connection.name[1:]}"
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -206,7 +205,6 @@ class Server:
 def completion_request(
     model: str, prompt: Sequence[int], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of a request to ``/v1/completions``."""
     return {"model": model, "prompt": list(prompt), "return_token_ids": True, **settings}
 
 

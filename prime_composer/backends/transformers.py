@@ -137,12 +137,10 @@ class LoadedModel:
 
     @property
     def origin(self) -> str:
-        """The model in words, for messages."""
         return "The model in memory" if self._source is None else f"The model {self._source}"
 
     @property
     def model(self) -> Any:
-        """The model itself."""
         if self._model is None:
             raise ValueError("This backend is closed; make a new one.")
         return self._model

@@ -147,7 +147,6 @@ class VLLMEngine:
 
     @property
     def llm(self) -> Any:
-        """The ``vllm.LLM`` itself."""
         if self._llm is None:
             raise ValueError(f"The engine of {self.model} is closed; make a new one.")
         return self._llm

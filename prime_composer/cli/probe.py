@@ -260,7 +260,6 @@ def teacher_tables(teachers: Mapping[str, TeacherReport]) -> list[Table]:
 
 
 def step_table(step: StepForecast, student: StudentReport) -> Table:
-    """Return the forecast of a step."""
     column = "" if step.column is None else f" at K = {step.column}"
     column = " with hidden states" if step.column == "states" else column
     rows = {
@@ -299,7 +298,6 @@ def seconds(value: float | None) -> str | None:
 
 
 def hash_cell(model: ModelFacts, name: str) -> str:
-    """Format a hash of the tokenizer's."""
     if model.tokenizer is None:
         return "cannot be asked"
     without = "none" if model.tokenizer.from_files else "cannot be asked"
@@ -315,7 +313,6 @@ def eos_cell(model: ModelFacts) -> str | None:
 
 
 def largest_cell(teacher: TeacherReport) -> str | None:
-    """Format the largest K."""
     if teacher.facts.largest_k is None:
         return None
     return ("" if teacher.facts.largest_k_exact else "at least ") + f"{teacher.facts.largest_k:,}"
@@ -341,19 +338,16 @@ def agreement_cell(agreement: Agreement | None) -> str | None:
 
 
 def speed_cell(entry: Throughput) -> str:
-    """Format a speed."""
     if entry.tokens_per_second is None:
         return "refused"
     return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g})"
 
 
 def version_cell(plugin: PluginReport) -> str:
-    """Format whether a server has the scoring plugin."""
     return "none" if plugin.version is None else f"version {plugin.version}, vLLM {plugin.vllm}"
 
 
 def head_cell(plugin: PluginReport) -> str | None:
-    """Format an output head."""
     head = plugin.head
     if head is None:
         return None

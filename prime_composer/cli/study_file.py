@@ -109,7 +109,6 @@ class StudyConfig(Table):
 
     @property
     def items_of(self) -> dict[str, tuple[str, ...]]:
-        """Variant -> its items."""
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
@@ -144,7 +143,6 @@ class Run:
 
     @property
     def tables(self) -> Tables:
-        """The recipe as ``recipe.json`` has it."""
         return self.recipe.model_dump(mode="json")
 
 

@@ -41,7 +41,6 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
 
 
 def in_short(run: Run) -> str:
-    """Format a finished run as one line."""
     changes = [
         f"{QUANTITIES[name].name} {QUANTITIES[name].text(values[0][1])} → "
         f"{QUANTITIES[name].text(values[-1][1])}"
@@ -108,7 +107,6 @@ def evaluates_between(results: Results) -> bool:
 
 
 def measured_quantities(results: Results) -> dict[str, "Quantity"]:
-    """Return the quantities that a variant has measured."""
     variants = results["variants"].values()
     return {
         name: quantity

@@ -136,7 +136,6 @@ class Pair:
         return int(self.tables.start[teacher_id]) + skip
 
     def written(self, teacher_id: int, skip: int) -> bytes:
-        """Return the bytes of that entry."""
         content = self.teacher.of_id[teacher_id] or b""
         return self.before + content if skip < 0 else content[skip:]
 

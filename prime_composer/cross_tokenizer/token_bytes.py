@@ -95,7 +95,6 @@ class TokenBytes:
             return None
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """Return what the tokens write."""
         return b"".join(self.of_id[i] or b"" for i in ids)
 
     def starts(self, ids: Sequence[int]) -> list[int]:

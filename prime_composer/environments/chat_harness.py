@@ -79,7 +79,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                     )
 
     def first_messages(self, data: Any) -> list[dict[str, Any]]:
-        """Return the messages that a task begins with."""
         system, prompt = self.resolve_prompt(data)
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):

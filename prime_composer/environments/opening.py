@@ -150,7 +150,6 @@ def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
 
 
 def _module_name(environment_id: str) -> str:
-    """Return the module that verifiers imports for an id."""
     return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 

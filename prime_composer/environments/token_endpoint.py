@@ -123,7 +123,6 @@ def deliver(questions: Sequence[Question], turns: Sequence[Rollout]) -> None:
 
 
 def sampling_params(asked: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a request."""
     values = {key: value for key, value in asked.items() if value is not None}
     own = {key: values.pop(key) for key in ("temperature", "top_p", "max_tokens") if key in values}
     stop = tuple(values.pop("stop_token_ids", ()))

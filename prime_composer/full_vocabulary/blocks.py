@@ -54,7 +54,6 @@ class Plan:
             yield first, min(first + self.chunk, stop)
 
     def row_blocks(self) -> Iterator[slice]:
-        """Yield the rows of each block."""
         for first in range(0, self.n, self.token_block):
             yield slice(first, min(first + self.token_block, self.n))
 
@@ -80,7 +79,6 @@ class Buffer:
         return self.memory[: height * width].view(height, width)
 
     def like(self, block: Tensor) -> Tensor:
-        """Return the memory in the shape of a block."""
         return self.block(*block.shape)
 
 
@@ -190,7 +188,6 @@ class Running:
         self.highest[rows] = now
 
     def log_sum(self) -> Tensor:
-        """Return the logsumexp of all chunks."""
         return self.highest + self.sums[0].log()
 
     def mean(self, factor: int) -> Tensor:
@@ -230,7 +227,6 @@ class GradientSums:
             self.weight = torch.zeros_like(settings.weight, dtype=weight_dtype)
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin a chunk of the vocabulary."""
         self.ids = slice(start, stop)
         if self.weight is not None:
             # The memory itself, or a copy where the sums need a wider dtype.
@@ -265,7 +261,6 @@ class GradientSums:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total``."""
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -65,8 +65,6 @@ def compare(
 def _called(
     divergence: Callable[..., Tensor], knobs: dict[str, Any]
 ) -> Callable[[slice, Tensor, Tensor], Tensor]:
-    """Return a divergence with the knobs of its rows."""
-
     def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
         own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
         return divergence(log_p, log_q, normalization="full", **own)

@@ -132,7 +132,6 @@ class _SumsOfHeads(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, asked: _Asked, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of ``_Sums``."""
         with torch.autocast(hidden.device.type, enabled=False):
             student, teacher = (
                 plan.student(hidden, weight, bias),

@@ -102,7 +102,6 @@ class Ahead:
         self._pending[step] = Pending(weights.step, collected)
 
     def _run(self, step: int, weights: Weights) -> Collected:
-        """Collect a batch, in the thread."""
         self._stop.background_waits = False
         clock = Clock()
         with wanted_until(self._unwanted), use_threads(self._threads):

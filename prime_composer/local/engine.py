@@ -236,7 +236,6 @@ class Engine:
 
     @cached_property
     def data_digests(self) -> dict[str, str]:
-        """Digests of data and replay pairs."""
         return data_digests(self.problems.problem_set, self.pairs)
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,8 +41,6 @@ EVALUATION_SEED = 20_251_017
 
 
 class Graded(NamedTuple):
-    """A graded answer."""
-
     problem: Problem  # what was asked
     # 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's value. Of a
     # task its reward, NaN where its rollout failed.
@@ -85,7 +83,6 @@ class Evaluator:
 
     @classmethod
     def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
-        """Return the evaluator of a recipe whose engine is open."""
         return cls(
             engine,
             recipe.eval,

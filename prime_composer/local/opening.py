@@ -217,11 +217,9 @@ class NoSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """Refuse."""
         raise NotImplementedError("this engine only scores")
 
     def update_weights(self, model: nn.Module) -> None:
-        """Refuse."""
         raise NotImplementedError("this engine only scores")
 
     def close(self) -> None:

@@ -223,7 +223,6 @@ class Run:
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
 
     def is_to_save(self, step: int) -> bool:
-        """Return whether a step ends with a checkpoint."""
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.checkpoint.every)
 
     def measure(self, step: int) -> dict[str, float]:
@@ -350,7 +349,6 @@ class Run:
         return self.how_to_go_on(reason.rstrip("."), last_right)
 
     def how_to_go_on(self, reason: str, last_right: int) -> RunStopped:
-        """Return the end of a run in one sentence."""
         checkpoints = list_checkpoints(self.run_dir)
         right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
         if not right:
@@ -367,7 +365,6 @@ class Run:
         )
 
     def outcome(self) -> Outcome:
-        """Return how the run ended."""
         steps = self.student.steps
         over = steps >= self.recipe.trainer.steps or self.best is not None
         interrupted, signum = self.abandoned or not over, self.stop.signum

@@ -35,7 +35,6 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
         return self.signum is not None
 
     @contextmanager

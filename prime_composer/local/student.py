@@ -64,7 +64,6 @@ class Student:
         )
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Update the weights on one batch."""
         lr = self.config.lr * lr_factor(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

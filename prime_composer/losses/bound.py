@@ -99,11 +99,9 @@ class BoundLoss:
                 self.state.end_step(loss / tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         return {} if self.state is None else self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         if self.state is not None:
             self.state.load_state_dict(state)
 
@@ -152,7 +150,6 @@ class WeightedSum:
             term.objective.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the terms that have one, by name."""
         return {
             name: term.objective.state_dict()
             for name, term in self.terms.items()
@@ -160,7 +157,6 @@ class WeightedSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         if state.keys() - self.terms.keys():
             raise ValueError(
                 f"[{self.section}]: the checkpoint has loss states of {', '.join(state)}, and this "

@@ -132,7 +132,6 @@ def self_distillation_loss_fn(
 def _divergence(
     config: SelfDistillationLossConfig,
 ) -> tuple[Callable[..., Tensor], dict[str, float]]:
-    """Return D and its knobs."""
     if config.divergence == "generalized_jsd":
         return generalized_jsd, {"beta": config.beta}
     return (reverse_kl if config.divergence == "reverse_kl" else forward_kl), {}

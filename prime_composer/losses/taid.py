@@ -121,7 +121,6 @@ class TAIDScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self.t, self.momentum = state["t"], state["momentum"]
         self.previous_loss, self.step = state["previous_loss"], state["step"]
 

@@ -63,12 +63,10 @@ class Used:
 
     @property
     def trains(self) -> bool:
-        """Whether what the table describes is trained on."""
         return self.use != "eval"
 
     @property
     def evaluates(self) -> bool:
-        """Whether what the table describes is evaluated."""
         return self.use != "train"
 
     def check_ratio(self) -> None:

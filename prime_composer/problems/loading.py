@@ -72,7 +72,6 @@ class ProblemSet:
 
     @property
     def names(self) -> list[str]:
-        """The environments."""
         return list(self.sources)
 
     def ratio(self, name: str) -> float:

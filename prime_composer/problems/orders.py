@@ -46,7 +46,6 @@ class Order:
 
 
 def _call(tool: str, arguments: Message, result: str) -> list[Message]:
-    """Return a call of a tool and what the tool says."""
     call = {
         "id": tool,
         "type": "function",

@@ -223,7 +223,6 @@ def _conversation(
 
 
 def _turn(message: Any, place: str, number: int) -> tuple[str, str]:
-    """Return role and content of a message."""
     if not isinstance(message, Mapping):
         raise ValueError(
             f"{place} must be an object with role and content, found {type(message).__name__}"

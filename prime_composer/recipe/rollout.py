@@ -128,7 +128,6 @@ class RolloutConfig(Table):
         return min([max(USUAL_CONTEXT, needed), *(one for one in windows if one is not None)])
 
     def within(self, context: int) -> "RolloutConfig":
-        """Return the table with the context of a run."""
         return self.model_copy(update={"max_model_len": context})
 
     @property

@@ -50,7 +50,6 @@ class Routing:
 
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> "Routing":
-        """Read teachers and weights from a recipe."""
         teachers: dict[TeacherId, TeacherConfig] = {
             TeacherId(name): config.resolved(recipe.student)
             for name, config in recipe.teachers.items()

@@ -210,7 +210,6 @@ class Recipe(Table):
 
     @property
     def environments_by_id(self) -> dict[str, EnvironmentConfig]:
-        """The environments of verifiers."""
         return {
             name: source
             for name, source in self.environments.items()
@@ -229,7 +228,6 @@ class Recipe(Table):
 
     @property
     def teacher_tables(self) -> dict[str, TeacherConfig]:
-        """The teachers by table: "teacher", or "teachers.NAME"."""
         tables: dict[str, TeacherConfig] = {} if self.teacher is None else {"teacher": self.teacher}
         return tables | {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
@@ -303,7 +301,6 @@ class Recipe(Table):
                 yield table, model.prepare
 
     def _table_of(self, source: str) -> str:
-        """Return the table that one of ``sources`` is in."""
         return "data" if self.data is not None else f"environments.{source}"
 
     @model_validator(mode="after")

@@ -138,7 +138,6 @@ def facts_of(model_config: Any, columns: int | None = None) -> Facts:
 
 
 async def score(request: Request) -> Response:
-    """Answer ``SCORE_PATH``."""
     state = request.app.state
     facts: Facts = state.prime_composer_facts
     try:
@@ -186,7 +185,6 @@ async def score(request: Request) -> Response:
 
 
 async def head(request: Request) -> Response:
-    """Answer ``HEAD_PATH``."""
     facts: Facts = request.app.state.prime_composer_facts
     try:
         head_request = read(await body_of(request, facts), HeadRequest)
@@ -283,7 +281,6 @@ class Windows(Response):
         super().__init__(media_type=MEDIA_TYPE, headers={"Content-Length": str(self._size)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         async with self._held:
             if self._size <= WINDOW_BYTES:
                 await self._send(send)

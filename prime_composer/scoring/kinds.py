@@ -155,7 +155,6 @@ class WithoutParameters(Kind):
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """It has no parameters."""
         return KindRequest(self.name) if self.name in score_request.kinds else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
@@ -209,14 +208,12 @@ class TopK(SupportKind):
     def arrays(
         self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Rank the logits."""
         values, ids = largest(rows.logits, request.k)
         return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
 
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """K is a field of the request."""
         k, kinds = score_request.k, score_request.kinds
         if not 0 <= k <= facts.vocab_size or (self.name in kinds) != (k > 0):
             raise ValueError(
@@ -226,11 +223,9 @@ class TopK(SupportKind):
         return KindRequest(self.name, k) if k else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """K is a field of the request."""
         score_request.k = request.k
 
     def of(self, k: int) -> KindRequest:
-        """Ask for K ids."""
         return KindRequest(self.name, k)
 
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
@@ -249,7 +244,6 @@ class Given(SupportKind):
     name, reads_parameters, what = "given", False, "log-probs of given ids"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """Log-probs."""
         return [Field("given", "float32", k)]
 
     def arrays(
@@ -262,7 +256,6 @@ class Given(SupportKind):
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """The ids are a field of the sequence."""
         ids = decode_ids(sequence.given, sequence.rows)
         if (self.name in score_request.kinds) != (ids.size > 0):
             raise ValueError("the kind given and given ids go together")
@@ -280,7 +273,6 @@ class Given(SupportKind):
         sequence.given = encode_ids(ids)
 
     def of(self, ids: Int[Tensor, "n k"]) -> KindRequest:
-        """Ask for ids."""
         # NumPy converts in this thread, while torch's threads have other work.
         return KindRequest(self.name, ids.shape[1], numbers=np.asarray(ids, "<i4").tobytes())
 
@@ -300,13 +292,11 @@ class Hidden(WithoutParameters):
     name = "hidden"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """One row of hidden states."""
         return [Field("hidden", facts.dtype, facts.hidden_size)]
 
     def arrays(
         self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Return the rows themselves."""
         return {"hidden": rows.hidden}
 
     def states(self, arrays: Arrays, dtype: torch.dtype) -> Float[Tensor, "n d"]:

@@ -130,7 +130,6 @@ def tables_of(tables_request: TablesRequest) -> bytes:
 
 
 def check_request(score_request: ScoreRequest, facts: Facts) -> None:
-    """Check what the sequences of a request share."""
     limits = limits_of(facts.max_model_len)
     sequences, kinds = score_request.sequences, score_request.kinds
     tokens = sum(len(sequence.token_ids) for sequence in sequences)
@@ -141,7 +140,6 @@ def check_request(score_request: ScoreRequest, facts: Facts) -> None:
 
 
 def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
-    """Check which rows of the head are asked for."""
     first, last = head_request.first, head_request.last
     if not first <= last <= facts.vocab_size:
         raise BadRequest(

@@ -133,7 +133,6 @@ class Field(msgspec.Struct, array_like=True):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return np.dtype(DTYPES.get(self.dtype, "<f4")).itemsize * (self.columns or 1)
 
 

@@ -83,7 +83,6 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row is there."""
         return not self.has_gap and self.next_row == self.n
 
     def payload(self) -> tuple[Tensor, Tensor]:
@@ -115,7 +114,6 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return len(self.next_ids)
 
     def numbers(self, index: int) -> NDArray[np.int32] | None:

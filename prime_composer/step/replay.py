@@ -44,7 +44,6 @@ def read_pairs(
 
 
 def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends) -> Pair:
-    """Return a row of a file of pairs as a pair."""
     for key in ("question", "chosen", "rejected"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f'"{key}" must be a string that is not empty')

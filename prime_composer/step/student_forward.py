@@ -134,7 +134,6 @@ def _sampled_text(
     trained: Bool[Tensor, "batch length"],
     device: torch.device,
 ) -> SampledText:
-    """Return the text of padded samples."""
     masks = [
         sample.rollout.loss_mask if sample.sampled is None else sample.sampled for sample in samples
     ]

@@ -64,7 +64,6 @@ class LatentWeights:
         return [latent.get(id(parameter), parameter) for parameter in model.parameters()]
 
     def share(self, model: nn.Module) -> Rounded:
-        """Return how much of the model is rounded."""
         return rounded_share(model, self.layers)
 
     def take_gradients(self) -> None:
@@ -80,7 +79,6 @@ class LatentWeights:
             layer.weight.copy_(round_to_nearest(self.weights[name], bits, group))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the latent weights by the name of their layer."""
         return {name: weight.detach() for name, weight in self.weights.items()}
 
     @torch.no_grad()

@@ -183,7 +183,6 @@ def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Probl
 
 
 def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
-    """Return prompt and answer."""
     config = problems.config_of(problem)
     return prompt_text(problem, config), answer_text(problem.answer, config)
 

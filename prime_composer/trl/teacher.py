@@ -34,7 +34,6 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 
 
 def is_url(teacher: Teacher) -> bool:
-    """Return whether a teacher is the URL of a server."""
     return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
 
 
@@ -46,7 +45,6 @@ def is_folder_or_hub_id(teacher: Teacher) -> TypeGuard[str | Path]:
 def open_teacher(
     teacher: Teacher | None, args: Any, device: torch.device, status: Callable[[str], None]
 ) -> Scorer:
-    """Return the scorer of a teacher."""
     if teacher is None:
         raise ValueError(
             "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "

@@ -226,7 +226,6 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         return averages.over_ranks().result()
 
     def _check_step(self) -> None:
-        """Check that the gradient of a step is that of the loss."""
         computed, self._computed = self._computed, False
         if not computed:
             raise RuntimeError(

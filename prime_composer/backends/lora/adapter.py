@@ -48,7 +48,6 @@ others subtract the first A and B from it."""
 
 
 def import_peft() -> Any:
-    """Return peft."""
     import_transformers()  # peft would import it beside a torchvision that breaks it
     try:
         import peft

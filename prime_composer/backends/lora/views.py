@@ -19,7 +19,6 @@ ADAPTER = "default"  # What peft calls the only adapter of a model
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a layer with an adapter."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 

@@ -169,8 +169,6 @@ class TokenizerPairFacts:
 
 @dataclass(frozen=True)
 class TeacherReport:
-    """One teacher."""
-
     facts: ModelFacts
     same_tokenizer: bool | None  # its tokens and ids are the student's
     same_prompts: bool | None  # its own template writes the same prompts
@@ -188,8 +186,6 @@ class TeacherReport:
 
 @dataclass(frozen=True)
 class StudentReport:
-    """The student."""
-
     facts: ModelFacts
     agreement: Agreement | None  # the sampler's log-probs of the rollouts with the trainer's
     rollouts: int  # that the step sampled
@@ -227,7 +223,6 @@ class ProbeReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(finding.state != "failed" for finding in self.findings)
 
     @property

@@ -64,7 +64,6 @@ class Wish:
 
     @property
     def tables(self) -> Tables:
-        """The recipe as ``recipe.json`` has it."""
         return self.recipe.model_dump(mode="json")
 
 
@@ -127,7 +126,6 @@ class Claim:
 
     @property
     def path(self) -> Path:
-        """The directory."""
         return self.run_dir.path
 
     def begin(self) -> None:
