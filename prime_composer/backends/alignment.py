@@ -42,10 +42,7 @@ def sequences_to_score(
     prompts: Sequence[Sequence[int]] | None = None,
     vocab_size: int | None = None,
 ) -> list[SequenceToScore]:
-    """Return what the teacher reads for each rollout.
-
-    ``prompts`` replace everything before each rollout's first trained token.
-    """
+    """Return what the teacher reads for each rollout."""
     if prompts is not None and len(prompts) != len(rollouts):
         raise ValueError(
             f"{len(prompts)} prompts for {len(rollouts)} rollouts; pass one teacher prompt per "
@@ -187,10 +184,7 @@ def check_lengths(
 def check_support_size(
     support_size: int | Literal["full"], vocab_size: int, limit: int, setting: str
 ) -> int:
-    """Return K as a number, checked against the vocabulary and the engine's limit.
-
-    ``setting`` is the name of what raises ``limit``, for the message.
-    """
+    """Return K as a number, checked against the vocabulary and the engine's limit."""
     k = vocab_size if support_size == "full" else support_size
     if not 0 <= k <= vocab_size:
         raise ValueError(

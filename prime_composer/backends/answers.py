@@ -51,12 +51,15 @@ def check_scores(
     An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
     of the probability, but it is never a token that trains: a loss there is infinite.
 
-    Args:     scores: of the tokens. Ids that are not known are left out.     sampled: ids of the
-    sampled tokens.     k: entries per position that were asked for.     vocab_size: entries of the
-    teacher's head; None where it is unknown.     origin: who answered, for the message: a server by
-    its URL, or a model.     sequence: index of the sequence in its request; None where there is no
-    index.     ranked: the support is the teacher's own top K, the most probable id first.
-    trained: the sampled tokens train. Those of a prompt the teacher may mask.
+    Args:
+        scores: of the tokens. Ids that are not known are left out.
+        sampled: ids of the sampled tokens.
+        k: entries per position that were asked for.
+        vocab_size: entries of the teacher's head; None where it is unknown.
+        origin: who answered, for the message: a server by its URL, or a model.
+        sequence: index of the sequence in its request; None where there is no index.
+        ranked: the support is the teacher's own top K, the most probable id first.
+        trained: the sampled tokens train. Those of a prompt the teacher may mask.
     """
     check_batch(
         [(scores, sampled, sequence)],

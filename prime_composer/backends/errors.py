@@ -62,10 +62,7 @@ def own_words(error: BaseException) -> str:
 
 @contextmanager
 def library_errors(table: str, library: str, work: str) -> Iterator[None]:
-    """Within the block, turn a library's own errors into ``BackendFailed``, which names ``table``.
-
-    ``work`` is what the library was asked for, such as "open DIR".
-    """
+    """Within the block, turn a library's own errors into ``BackendFailed``, naming ``table``."""
     try:
         yield
     except (OSError, ImportError, MemoryError, Refused, NotWanted):

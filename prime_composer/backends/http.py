@@ -80,10 +80,7 @@ class Away(Exception):
 
 @dataclass
 class Waiting:
-    """What the progress line says: since when, for what, and at which age it is shown next.
-
-    All requests of a server share it.
-    """
+    """What a server's progress line says: since when, for what, at which age it is shown next."""
 
     since: float
     reason: str
@@ -231,13 +228,16 @@ class Connection:
 
         The answer is in memory once, while and after it comes.
 
-        Args:     max_bytes: largest answer.     seconds: time for the answer, in addition to the
-        connection's time-out.     retried: statuses after which the request is sent again.
-        tail: bytes at the answer's end that begin at an aligned address, if the server says how
-        long the answer is.
+        Args:
+            max_bytes: largest answer.
+            seconds: time for the answer, in addition to the connection's time-out.
+            retried: statuses after which the request is sent again.
+            tail: bytes at the answer's end that begin at an aligned address, if the server says how
+                long the answer is.
 
-        Raises:     ServerError: away for too long, too slow, or an answer too large.     Refused:
-        an error that is not retried.
+        Raises:
+            ServerError: away for too long, too slow, or an answer too large.
+            Refused: an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
         patience = Patience(self._patience_for)

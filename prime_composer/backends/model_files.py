@@ -79,8 +79,7 @@ def why_not_on_hub(model: str) -> str | None:
 def _refuses(endpoint: str) -> bool:
     """Return whether a server is out of reach for certain, within ``HUB_SECONDS``.
 
-    It is where its name does not resolve, and where every address refuses at once. Behind a proxy
-    nothing is certain.
+    Behind a proxy nothing is certain.
     """
     parts = urlsplit(endpoint)
     if parts.hostname is None or parts.scheme in getproxies() or "all" in getproxies():

@@ -71,15 +71,19 @@ class Text(msgspec.Struct):
 class Server:
     """A running vLLM server: what sampler and scorer share.
 
-    Args:     url: base URL, with or without ``/v1``. A user and a password in it are sent as Basic
-    authentication.     model: the model that the server should serve (its path, hub id or served
-    name). None         accepts any model.     section: the recipe's table that describes this
-    server, for messages.     max_logprobs: the server's --max-logprobs, where known.
-    connection: how it is asked. Completions get more time than ``timeout``, by their number
-    and length.
+    Args:
+        url: base URL, with or without ``/v1``. A user and a password in it are sent as Basic
+            authentication.
+        model: the model that the server should serve (its path, hub id or served name). None
+            accepts any model.
+        section: the recipe's table that describes this server, for messages.
+        max_logprobs: the server's --max-logprobs, where known.
+        connection: how it is asked. Completions get more time than ``timeout``, by their number
+            and length.
 
-    Raises:     ServerError: nothing answers at the URL, it serves another model, or URL, key or
-    environment         cannot be used.
+    Raises:
+        ServerError: nothing answers at the URL, it serves another model, or URL, key or environment
+            cannot be used.
     """
 
     def __init__(

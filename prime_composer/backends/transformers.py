@@ -38,10 +38,7 @@ def window(model: str | Path) -> int | None:
 
 
 def window_of(config: Any) -> int | None:
-    """Return how many positions a model has, as vLLM counts them; None where nothing limits them.
-
-    Its length is the scaled one, except for rotary positions of the types in ``LENGTHENING``.
-    """
+    """Return how many positions a model has, as vLLM counts them; None for no limit."""
     config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or getattr(
         config, "max_seq_len", None

@@ -138,10 +138,7 @@ def print_size(run_dir: Path) -> None:
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the answers before and after training, and the teacher's.
-
-    The file may hold later steps of an earlier attempt: only those of ``steps`` are read.
-    """
+    """Print held-out questions with the answers before and after training, and the teacher's."""
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:
         return
@@ -275,10 +272,7 @@ def print_shares(evaluated: Sequence[Mapping[str, Any]]) -> None:
 def print_table(
     screen: Console, head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1
 ) -> None:
-    """Print a table; in a narrow terminal a block for each row. No number is left out or cut.
-
-    The first ``names`` columns are names, which are folded before the table is.
-    """
+    """Print a table; in a narrow terminal a block for each row. No number is left out or cut."""
     any_width = screen.options.update(max_width=sys.maxsize)
     for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
         table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -301,10 +295,7 @@ def print_table(
 
 
 def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) -> None:
-    """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG.
-
-    Without a score it is the share of answers that were cut.
-    """
+    """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG."""
     several = len(runs) > 1
     read = [(run, read_metrics(run)) for run in runs]
     counted = counts_in([record for _, records in read for record in records])

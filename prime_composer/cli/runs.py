@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 
 def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
-    """Prepare the recipe's models, train, show the outcome, and return the exit status.
-
-    It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
-    """
+    """Prepare the recipe's models, train, show the outcome, and return the exit status."""
     from prime_composer.local.run_dir.plan import require_libraries
 
     check_island(wish.recipe.diloco, island is not None)

@@ -149,10 +149,7 @@ class Run:
 def load_study(
     path: str | os.PathLike[str], output_dir: str | None = None, changes: Sequence[str] = ()
 ) -> tuple[StudyConfig, list[Run]]:
-    """Read and validate a study file, and the recipe of every variant.
-
-    The runs come seed by seed, so that a stopped study has whole seeds to compare.
-    """
+    """Read and validate a study file, and the recipe of every variant."""
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
     for item in (*changes, *study.overrides, *itertools.chain(*study.items_of.values())):

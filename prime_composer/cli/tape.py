@@ -63,10 +63,7 @@ def print_inspection(folder: Path, found: Inspection) -> None:
 
 
 def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
-    """Score the data's own answers with a recipe's teachers, each onto its tape.
-
-    The teachers' own answers to the held-out questions are kept too, for runs without teachers.
-    """
+    """Score the data's own answers with a recipe's teachers, each onto its tape."""
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.routing import Routing
     from prime_composer.recipe.schema import RecipeError

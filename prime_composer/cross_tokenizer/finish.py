@@ -267,10 +267,7 @@ class Positions:
         return supports_of(at[kept], column[kept], ids[kept], q[kept], (n, k))
 
     def potential(self, masses: Masses, entries: Ints, *, fixed: bool) -> Floats:
-        """Return the mass of teacher tokens that may begin a student token and not end it, [e].
-
-        The rollout's own teacher token has been refined, unless supports are ``fixed``.
-        """
+        """Return the mass of teacher tokens that may begin a student token and not end it, [e]."""
         at, tokens = masses.positions[entries], masses.tokens[entries]
         row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]
         begun = masses.begun[entries]

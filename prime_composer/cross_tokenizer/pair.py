@@ -55,13 +55,16 @@ class Tables:
     the teacher does not have (``Pair``) has one entry more for each token: ``start[w] - 1``, the
     lead and then all of w.
 
-    Attributes:     order: the teacher's ordinary ids, sorted by their bytes.     start: index of
-    each teacher token's entry 0, and of the one after the last, [V_T + 1].     first: first token
-    of the student's encoding of each entry; -1 where the entry begins inside         a character.
-    open: whether what follows may change that first token.     asks: whether that is so, or a
-    longer token of the student begins with the entry.     path_start: index in ``path_ids`` of each
-    student token's path, and of the end, [V_S + 1].     path_ids: the teacher's encoding of each
-    student token's bytes; nothing where these are not         whole characters.
+    Attributes:
+        order: the teacher's ordinary ids, sorted by their bytes.
+        start: index of each teacher token's entry 0, and of the one after the last, [V_T + 1].
+        first: first token of the student's encoding of each entry; -1 where the entry begins inside
+            a character.
+        open: whether what follows may change that first token.
+        asks: whether that is so, or a longer token of the student begins with the entry.
+        path_start: index in ``path_ids`` of each student token's path, and of the end, [V_S + 1].
+        path_ids: the teacher's encoding of each student token's bytes; nothing where these are not
+            whole characters.
     """
 
     order: NDArray[np.int64]
@@ -299,10 +302,7 @@ def first_tokens(
 
 
 def whole_characters(content: bytes) -> tuple[str | None, int]:
-    """Return the whole characters that some bytes begin with, and the number of bytes after them.
-
-    Without any, None and 0.
-    """
+    """Return the whole characters that bytes begin with, or None, and how many are after them."""
     try:
         return content.decode(), 0
     except UnicodeDecodeError as error:

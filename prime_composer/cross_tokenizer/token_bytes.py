@@ -42,13 +42,15 @@ class TokenBytes:
     Encodings are those of a text that goes on. Where a tokenizer writes a space in front of every
     text, this is left out: whoever needs it puts it into the text.
 
-    Args:     who: whose it is, for messages: "the student", "the teacher".     size: entries of the
-    model's head. Ids beyond the tokenizer's write nothing.     silent: other ids that write
-    nothing, such as those that end a turn.
+    Args:
+        who: whose it is, for messages: "the student", "the teacher".
+        size: entries of the model's head. Ids beyond the tokenizer's write nothing.
+        silent: other ids that write nothing, such as those that end a turn.
 
-    Attributes:     of_id: bytes of each id. None: a special token, which writes nothing.
-    digest: names the tokenizer by what decides its encodings, the ids that write nothing
-    included.
+    Attributes:
+        of_id: bytes of each id. None: a special token, which writes nothing.
+        digest: names the tokenizer by what decides its encodings, the ids that write nothing
+            included.
     """
 
     def __init__(

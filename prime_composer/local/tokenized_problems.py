@@ -138,10 +138,7 @@ def with_ends(
     teachers: Mapping[TeacherId, TeacherConfig],
     folders: Mapping[str, Path | None],
 ) -> tuple[TokenizedProblems, list[str]]:
-    """Return the problems with what ends a text of their run, and what to say of it.
-
-    ``stop`` is in the place of all that ``common_ends`` finds.
-    """
+    """Return the problems with what ends a text of their run, and what to say of it."""
     tokenizer = tokenized.tokenizer
     if stop is not None:
         ids = [_token_of(one, tokenizer) for one in stop]

@@ -183,10 +183,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, in order. A last line cut short by a crash is left out.
-
-    Another line that is no record is an error, or left out with ``damaged_too``.
-    """
+    """Return the records of a metrics file, in order, without a last line cut by a crash."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, 1):

@@ -222,8 +222,8 @@ def open_watch(engine: Engine, recipe: Recipe, status: Callable[[str], None]) ->
 def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:
     """Return how far a teacher's scores of one sequence may be apart, in nats.
 
-    Where the recipe does not name a server's dtype, the server shows it: one in float32 gives one
-    answer to one request, and in half precision it depends on what else is in the batch.
+    A server shows its dtype: in float32 one request has one answer, in half precision it depends on
+    what else is in the batch.
     """
     assert engine.teachers is not None
     spec, config = engine.teacher_specs[teacher], engine.teachers.routing.teachers[teacher]

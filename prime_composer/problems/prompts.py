@@ -162,10 +162,7 @@ def chat_text(
 def around_answer(
     problem: Problem, config: DataConfig, tokenizer: Any
 ) -> tuple[str | None, int | None]:
-    """Return what the chat template writes between its prompt and an answer, and the id behind it.
-
-    The first is None where the template writes the prompt otherwise before an answer.
-    """
+    """Return what the template writes between its prompt and an answer, and the id behind it."""
     try:
         prompt = chat_text(problem, config, tokenizer, {})
         whole = chat_text(problem, config, tokenizer, {}, SPECIMEN)

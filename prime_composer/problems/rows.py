@@ -242,10 +242,7 @@ def _turn(message: Any, place: str, number: int) -> tuple[str, str]:
 
 
 def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
-    """Return the text in a column, without white space around it.
-
-    The column may be keys with dots between them. Messages name the setting that it comes from.
-    """
+    """Return the text in a column, without white space around it."""
     try:
         value = value_at(row, column, key)
     except KeyError as error:

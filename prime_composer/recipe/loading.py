@@ -61,10 +61,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
-    """Return the tables of a TOML file; a ``RecipeError`` where it is missing or no TOML.
-
-    For the message, ``what`` is the kind of file, and ``shipped`` the folder of such files.
-    """
+    """Return the tables of a TOML file; a ``RecipeError`` where it is missing or no TOML."""
     path = Path(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -202,10 +199,7 @@ def _echo(value: Any) -> str:
 
 
 def fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
-    """Return the names of the fields of the table that an error location leads to.
-
-    A name in ``loc`` may be one that a recipe chooses, such as that of [teachers.NAME].
-    """
+    """Return the names of the fields of the table that an error location leads to."""
     table, value, is_name = root, raw, False
     for part in loc:
         value = value[part]

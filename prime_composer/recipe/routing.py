@@ -11,10 +11,7 @@ from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
 @total_ordering
 @dataclass(frozen=True)
 class TeacherId:
-    """A teacher of a recipe, or the ``[reference]`` that it is extrapolated from.
-
-    ``name`` is None for the single ``[teacher]`` or the reference.
-    """
+    """A teacher of a recipe, or the ``[reference]`` that it is extrapolated from."""
 
     name: str | None = None
     is_reference: bool = False

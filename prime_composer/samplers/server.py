@@ -82,12 +82,14 @@ class TopChoices(msgspec.Struct):
 class ServerSampler(Server):
     """Rollouts of a running vLLM server (``protocols.Sampler``), with ``Server``'s arguments.
 
-    Args:     weights_dir: a directory that this process can write and the server can read. None is
-    the         system's temporary directory, for a server on this machine.     eos_token_ids: ids
-    that end a completion, in addition to         ``SamplingParams.stop_token_ids``. None: the
-    server's own EOS.     seeded: send a seed with each request, which makes rollouts reproducible.
-    A CPU server needs         ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or
-    its engine         crashes.
+    Args:
+        weights_dir: a directory that this process can write and the server can read. None is the
+            system's temporary directory, for a server on this machine.
+        eos_token_ids: ids that end a completion, in addition to
+            ``SamplingParams.stop_token_ids``. None: the server's own EOS.
+        seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
+            ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
+            crashes.
     """
 
     def __init__(

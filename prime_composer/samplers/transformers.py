@@ -73,11 +73,7 @@ class TransformersSampler(LoadedModel):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """Return ``params.n`` rollouts per prompt, in prompt order, from a generator of their own.
-
-        mu is the distribution that each token was drawn from (``processed_logprobs``). Greedy
-        tokens have log mu = 0.
-        """
+        """Return ``params.n`` rollouts per prompt, in order, from a generator of their own."""
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         generator = torch.Generator(device=lm_head_weight(self.model).device).manual_seed(seed)
         jobs = [

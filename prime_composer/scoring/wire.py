@@ -45,10 +45,7 @@ WITHOUT_PLUGIN = (
 
 
 class WireError(ValueError):
-    """Bytes that are no request or no response of this version.
-
-    ``is_ours`` says whether they come from this plugin, of whatever version.
-    """
+    """Bytes that are no request or response of this version; ``is_ours`` if of this plugin."""
 
     def __init__(self, message: str, is_ours: bool = True):
         super().__init__(message)

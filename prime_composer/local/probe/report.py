@@ -85,10 +85,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """A special token in the rollouts, or the last token of a finished one.
-
-    The probabilities are each model's mean at its ``occurrences``.
-    """
+    """A special token in the rollouts, or the last token of a finished one."""
 
     token: str
     student_id: int

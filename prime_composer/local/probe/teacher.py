@@ -94,10 +94,7 @@ def probe_teacher(
     micro_batch_tokens: int,
     seconds: float,
 ) -> TeacherReport:
-    """Measure a teacher on rollouts of the student, ``model``.
-
-    ``own`` is what a step of the recipe asks its teachers for. Each column takes ``seconds``.
-    """
+    """Measure a teacher on rollouts of the student, ``model``, each column for ``seconds``."""
     found = Attempts()
     tokenizer, facts, same = found.attempt(
         "tokenizer", lambda: find_tokenizer(target, tokenized.tokenizer)

@@ -54,10 +54,7 @@ def _digest(items: Iterable[object]) -> str:
 def check_identity(
     stored: Mapping[str, Any], data: Mapping[str, str], tapes: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse to resume with something else than a checkpoint was trained with.
-
-    ``tapes`` are those that alone answer, by table. The watch asks all other teachers.
-    """
+    """Refuse to resume with something else than a checkpoint was trained with."""
     before = stored.get("data", {})
     others = [name for name, digest in data.items() if before.get(name, digest) != digest]
     if others:

@@ -28,10 +28,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def check_models(recipe: Recipe, hub: bool = True) -> None:
-    """Refuse a model of a run on this machine that is not there, not whole, or not long enough.
-
-    No weights are read. With ``hub``, an id that is not cached needs a hub that answers.
-    """
+    """Refuse a model of a run on this machine that is not there, not whole, or not long enough."""
     lora = recipe.student.lora
     if lora is not None and lora.start is not None:
         try:

@@ -55,10 +55,7 @@ from prime_composer.tiny_models.cache import cached_path, is_shipped
 
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
-    """Return lines that describe a run, after the checks that ``train`` makes without an engine.
-
-    Servers are not contacted, and nothing is downloaded.
-    """
+    """Return lines that describe a run, after the checks that ``train`` makes without an engine."""
     check_models(recipe, hub=False)
     routing = Routing.of_recipe(recipe)
     check_routing(routing, problems)
