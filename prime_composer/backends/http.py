@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+import numpy as np
+
 from prime_composer.backends.errors import Refused, ServerError, check_wanted
-from prime_composer.backends.incoming import Incoming
 from prime_composer.extras import pip_install
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
@@ -47,6 +48,7 @@ KEEPALIVE_SECONDS = 4.0
 """Idle connections are closed before vLLM does it (5 s), so that a request rarely meets one that is
 being closed."""
 
+ALIGNED = 64  # Bytes. An address for every dtype is a multiple of this.
 SHORT_ANSWER = 2**20  # Bytes that any answer may have, whatever was asked
 
 ERROR_BYTES = 2**16  # Bytes that are read of an answer that is an error
@@ -124,6 +126,30 @@ def cause_of(state: tenacity.RetryCallState) -> Away:
     error = state.outcome.exception()
     assert isinstance(error, Away)
     return error
+
+
+class Incoming:
+    """The bytes of an answer as they come; the last ``tail`` begin at an aligned address."""
+
+    def __init__(self, length: int | None, tail: int):
+        self.size = 0
+        self._grown: bytearray | None = bytearray() if length is None else None
+        if length is not None:
+            space = np.empty(length + ALIGNED, np.uint8)
+            first = -(space.ctypes.data + length - tail) % ALIGNED
+            self._view = space.data[first : first + length]
+
+    def add(self, chunk: bytes) -> None:
+        """Store what came next."""
+        begin, self.size = self.size, self.size + len(chunk)
+        if self._grown is not None:
+            self._grown += chunk
+        else:
+            self._view[begin : self.size] = chunk
+
+    def view(self) -> memoryview:
+        whole = self._view if self._grown is None else memoryview(self._grown)
+        return whole[: self.size]
 
 
 class ConnectionOptions(TypedDict, total=False):

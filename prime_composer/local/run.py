@@ -28,11 +28,11 @@ from prime_composer.local.run_dir.checkpoint import (
     list_checkpoints,
     save_checkpoint,
     set_newer_aside,
+    tensor_bytes,
     tidy,
 )
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.run_dir.outcome import Outcome, RunStopped
-from prime_composer.local.run_dir.room import checkpoint_bytes, checkpoints_at_once, is_due
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
@@ -40,7 +40,7 @@ from prime_composer.local.watch import Watch, WatchFailed, open_watch
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import CheckpointConfig, Recipe
 from prime_composer.recipe.watchers import check_measured
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import gradient_shares
@@ -447,6 +447,28 @@ def open_run(
 def kept_steps(watch: Watch, collapse: CollapseCheck, step: int) -> list[int]:
     """Return the steps up to each of which the newest checkpoint is kept beside the newest ones."""
     return [one for one in (watch.verified(step), collapse.healthy) if one is not None]
+
+
+def checkpoint_bytes(engine: Engine) -> int:
+    """Return the size of a checkpoint, with AdamW's two moments and a moving teacher."""
+    moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    return (
+        tensor_bytes(engine.stored.state_dict())
+        + 2 * tensor_bytes(moments)
+        + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
+        + tensor_bytes(engine.state_dict())
+    )
+
+
+def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
+    """Return how many checkpoints are on the disk at most, while one is written."""
+    written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
+    return min(config.keep + 1, written + (done > 0))
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
 
 
 def in_words(error: Exception) -> str:

@@ -21,6 +21,7 @@ from prime_composer.losses.bound import BoundLoss, Objective, WeightedSum, setup
 from prime_composer.losses.config import (
     AnyLoss,
     LossConfig,
+    LossState,
     SupportLossConfig,
     SupportRequest,
     loss_type,
@@ -28,7 +29,6 @@ from prime_composer.losses.config import (
 )
 from prime_composer.losses.needs import Unmet, require, unmet
 from prime_composer.losses.registry import LOSS_FNS, LOSS_TYPES, register
-from prime_composer.losses.shared.protocols import LossState
 
 # Each import registers a loss, and this is the order of the table.
 # isort: off

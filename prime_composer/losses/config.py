@@ -1,7 +1,7 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from pydantic import (
     BeforeValidator,
@@ -24,7 +24,6 @@ from prime_composer.losses.shared.modifiers import (
     RepetitionMask,
     SpecialTokenMask,
 )
-from prime_composer.losses.shared.protocols import LossState
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]
@@ -62,6 +61,20 @@ class Part:
     def section(self, of_sum: str) -> str:
         """Return the recipe section of the term's loss, from that of the sum."""
         return f"{of_sum}.{self.key}" if self.key else of_sum
+
+
+@runtime_checkable
+class LossState(Protocol):
+    """State that a loss reads in each step, advanced once per optimizer step and checkpointed."""
+
+    def end_step(self, mean_loss: float) -> None:
+        """Advance by the step's loss per token."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
 
 
 class LossConfig(Table):
