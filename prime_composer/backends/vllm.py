@@ -62,7 +62,6 @@ class VLLMEngine:
     """A vLLM engine in this process: what sampler and scorer share.
 
     Args:
-        model: a directory or a hub id.
         dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
             bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
             ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
@@ -72,10 +71,8 @@ class VLLMEngine:
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
         sequences: how many run side by side; on a CPU build the key-value cache has room for them
             within 1 GiB, and further ones of a call wait for their turn.
-        gpu_memory_utilization: share of the GPU's memory for this engine; unused on a CPU build.
         eos_token_ids: ids that end a completion, in addition to ``SamplingParams.stop_token_ids``.
             None reads them from the model's generation config, config and tokenizer.
-        engine_args: any other argument of ``vllm.LLM``, for example ``{"max_num_seqs": 64}``.
     """
 
     logprobs_mode: ClassVar[str] = "raw_logprobs"

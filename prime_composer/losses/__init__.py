@@ -1,14 +1,5 @@
 """Losses, one file each: a config, then its function. See README.md in this folder.
 
-Distillation, on a support of the teacher's top-K tokens or of the whole vocabulary:
-    topk_reverse_kl, topk_forward_kl, generalized_jsd, head_tail_reverse_kl, taid,
-    entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
-    adaptive_kl
-On the sampled token alone:
-    sampled_reverse_kl, sft
-RL on rewards: default, ipo, icepop.
-Preference pairs: dpo, simpo. Weighted sum of channels: compose.
-
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
 ``[loss.position_weights]``, ``[loss.rl_mix]``. Those that compare with a teacher take
 ``[loss.clamp]`` too.

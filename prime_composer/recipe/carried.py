@@ -1,11 +1,8 @@
 """Mark every key of a recipe with what an export to prime-rl does with it.
 
-A key is one of three things:
-
 - carried: written in prime-rl's own terms, or refused if the version cannot do what it says;
 - only refused: read only by a setting that the export refuses;
-- not carried: prime-rl has no such setting, and a run can do without it. The export lists it with
-the reason.
+- not carried: a run can do without it. The export lists it with the reason.
 
 The mark is on the field, as its ``json_schema_extra``. Keys under ``loss``, ``prepare`` and
 ``prime_rl`` belong to their table, whose field has the mark.

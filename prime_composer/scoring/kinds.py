@@ -92,12 +92,7 @@ class Kind(ABC):
 
     @abstractmethod
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """Return name, dtype and columns of each array of ``arrays``, in any order.
-
-        Args:
-            k: of the request.
-            facts: the server's.
-        """
+        """Return name, dtype and columns of each array of ``arrays``, in any order."""
 
     def scratch(self, request: KindRequest) -> int:
         """Return how many numbers of 4 bytes a row's arrays take while they are made."""
@@ -118,16 +113,7 @@ class Kind(ABC):
     ) -> KindRequest | None:
         """Return what a sequence asks of this kind, checked; None where it does not.
 
-        What passes must not harm vLLM's engine.
-
-        Args:
-            score_request: the whole request.
-            sequence: one of its sequences, whose ids and start are right.
-            facts: the server's.
-
-        Raises:
-            ValueError: the parameters are wrong, or the kind or they are missing. The message is
-                the response.
+        What passes must not harm vLLM's engine. The message of a ``ValueError`` is the response.
         """
         parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
         own = parameters.get(self.name)
