@@ -25,11 +25,9 @@ transformers in both dtypes no log-prob was above 0, a sampled token's equalled 
 support to the bit, and the mass of a whole vocabulary was 1 within 3e-7.
 """
 
-MASS_TOLERANCE = 1e-3
-"""How far a sum of probabilities may be from the 1 that it should be, or at most be."""
+MASS_TOLERANCE = 1e-3  # How far a sum of probabilities may be from 1, or beyond it
 
-IMPOSSIBLE = -9999.0
-"""vLLM's servers write this number for the log-prob -inf, which JSON does not have."""
+IMPOSSIBLE = -9999.0  # vLLM's servers write it for -inf, which JSON does not have
 
 
 BLOCK = 2**20  # Entries of a support that are checked at once, in arrays of 8 MB

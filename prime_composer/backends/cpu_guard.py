@@ -31,9 +31,7 @@ THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
 """Environment variable: threads of a large model's run on a CPU. The command line sets it to the
 number of cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
 
-LARGE_MODEL = 10_000_000
-"""Parameters of a large model: its step is spread over threads. In a smaller one, waking a thread
-takes as long as its share of a matrix product."""
+LARGE_MODEL = 10_000_000  # Parameters. In a smaller one waking a thread takes as long as its share
 
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 

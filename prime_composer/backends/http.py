@@ -39,14 +39,10 @@ Item = TypeVar("Item")
 
 RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # Statuses of a server that may answer later
 
-FIRST_WAIT = 2.0
-"""Seconds to wait for a server that has never answered, unless it may be starting: its URL may be
-wrong."""
+FIRST_WAIT = 2.0  # Seconds for a server that has never answered: its URL may be wrong
 
 CONNECT_SECONDS = 10.0
-KEEPALIVE_SECONDS = 4.0
-"""Idle connections are closed before vLLM does it (5 s), so that a request rarely meets one that is
-being closed."""
+KEEPALIVE_SECONDS = 4.0  # Idle ones are closed before vLLM does it (5 s)
 
 ALIGNED = 64  # Bytes. An address for every dtype is a multiple of this.
 SHORT_ANSWER = 2**20  # Bytes that any answer may have, whatever was asked
@@ -140,7 +136,6 @@ class Incoming:
             self._view = space.data[first : first + length]
 
     def add(self, chunk: bytes) -> None:
-        """Store what came next."""
         begin, self.size = self.size, self.size + len(chunk)
         if self._grown is not None:
             self._grown += chunk

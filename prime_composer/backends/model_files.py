@@ -20,11 +20,9 @@ HUB_SECONDS = 1.5  # Time for the hub to be out of reach for certain. Afterwards
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 WEIGHTS = {".safetensors", ".bin"}
-CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}
-"""Endings of the files that make a model: config, tokenizer, chat template, weights."""
+CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}  # Endings of a model's files
 
-SAMPLES, SAMPLE_BYTES = 1024, 4096
-"""What is read of a file for its fingerprint: so many pieces of that size, evenly spaced."""
+SAMPLES, SAMPLE_BYTES = 1024, 4096  # Pieces of a file in its fingerprint, evenly spaced
 
 CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"  # Environment variable that names the cache folder
 

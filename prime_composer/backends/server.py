@@ -113,7 +113,6 @@ class Server:
 
     @property
     def limits(self) -> Limits:
-        """The sizes that the server can handle."""
         return self._limits
 
     @property
@@ -159,7 +158,6 @@ class Server:
     async def _complete(
         self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
     ) -> memoryview:
-        """Return the answer's body."""
         path, body = "/v1/completions", completion_request(self.model, prompt, settings)
         try:
             return await self._connection.request(

@@ -20,8 +20,7 @@ from prime_composer.backends.model_files import cached_file
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.scratch import scratch_folder
 
-LENGTHENING = ("linear", "dynamic")
-"""Types of rotary positions whose ``factor`` lengthens what the config says."""
+LENGTHENING = ("linear", "dynamic")  # Types whose ``factor`` lengthens the config's positions
 
 
 def window(model: str | Path) -> int | None:

@@ -46,16 +46,13 @@ from prime_composer.scoring import patches
 from prime_composer.scoring.head import head_dtype_of
 from prime_composer.scoring.wire import FLOAT32_HEAD
 
-GPU_MEMORY_SHARE = 0.3
-"""Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
+GPU_MEMORY_SHARE = 0.3  # Per engine: sampler, scorer and trainer share one GPU
 
-CPU_BLOCK = 128
-"""Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
+CPU_BLOCK = 128  # Tokens of a block of the cache, the smallest that the CPU build allocates
 
 USUAL_WINDOW = 2048  # Positions that vLLM gives a model whose config names none
 
-MOST_SEQUENCES = 256
-"""Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
+MOST_SEQUENCES = 256  # Side by side at most: vLLM's own default on a CPU build
 
 
 class VLLMEngine:

@@ -32,8 +32,7 @@ from prime_composer.contract import InvalidAnswer, Scores
 
 T = TypeVar("T")
 
-ENTRY_BYTES = 256
-"""Room for one entry of a row in JSON. vLLM writes about 90 bytes, the decoded token included."""
+ENTRY_BYTES = 256  # Of a row in JSON. vLLM writes about 90, the decoded token included
 
 FIXED_BYTES = 2**16  # Room for what does not grow with the tokens
 

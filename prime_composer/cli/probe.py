@@ -35,8 +35,7 @@ from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
-PASSED = {"ok": True, "failed": False, "skipped": None}
-"""The results of a check in JSON. A warning is no result."""
+PASSED = {"ok": True, "failed": False, "skipped": None}  # A check's; a warning is no result
 
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 

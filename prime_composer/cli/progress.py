@@ -43,7 +43,6 @@ class Screen:
         self.close()
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
         self._progress.stop()
 
     def status(self, text: str) -> None:

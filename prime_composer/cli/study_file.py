@@ -23,8 +23,7 @@ from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tables import Table
 
-BUDGET = re.compile(r"trainer\.(steps|batch_size)")
-"""Keys of ``SAME`` that a study of budgets may vary."""
+BUDGET = re.compile(r"trainer\.(steps|batch_size)")  # What of ``SAME`` a study of budgets may vary
 
 SAME = re.compile(
     r"student(\.(?!(quantize|lora)(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"

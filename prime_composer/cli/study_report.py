@@ -14,8 +14,7 @@ from prime_composer.problems.metrics import TITLES
 
 Text = Callable[[float | None], str]  # Formats a value
 
-Series = Sequence[Mapping[str, int | float]]
-"""Step, mean, min and max of each measurement that all seeds have."""
+Series = Sequence[Mapping[str, int | float]]  # Step, mean, min and max, where all seeds have them
 
 Results = Mapping[str, Any]  # The contents of ``results.json``
 

@@ -16,27 +16,23 @@ from prime_composer.cross_tokenizer.plan import Plan
 from prime_composer.cross_tokenizer.sums import Candidates
 from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, Rows
 
-NEVER = math.log(1e-6)
-"""Log-prob of a token that the teacher's text never leads to; a finite one, as losses need."""
+NEVER = math.log(1e-6)  # For what the teacher's text never leads to; losses need a number
 
 IMPROBABLE = 1e-8  # Probability up to which an id is left to the tail
 
 UNRESOLVED = 0.05  # Share of an id's mass up to which it may be uncertain in a resolved id
 
-SMALLEST_BRANCH = 1e-4
-"""Mass from which on a continuation of the rollout's own teacher token is followed."""
+SMALLEST_BRANCH = 1e-4  # Mass from which on the rollout's own teacher token is followed
 
 MOST_ROWS = 6  # Rows that are followed at most
 
-UNLISTED = 0.05
-"""Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
+UNLISTED = 0.05  # Share of a position's mass that rows may leave out, or it has no score
 
 UNREACHED = math.exp(NEVER)
 """Mass of a position up to which it has no score: the teacher's text does not lead there. By the
 bound of ``off_path``, other tokenizations may have more mass in most such places."""
 
-FULL = 1 - 1e-6
-"""Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
+FULL = 1 - 1e-6  # Largest mass of a support: without a tail a forward KL is infinite
 
 
 Totals = dict[str, float]

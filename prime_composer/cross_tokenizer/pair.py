@@ -17,8 +17,7 @@ from prime_composer.cross_tokenizer.token_bytes import CACHED_TEXTS, TokenBytes
 
 SEEN = 20  # Occurrences in texts from which on a token's openness is counted and not derived
 
-OPEN_SHARE = 0.02
-"""Share of its occurrences at which an open token's first student token is another one."""
+OPEN_SHARE = 0.02  # Of occurrences at which an open token's first token is another
 
 SPACE_BYTE = 32
 

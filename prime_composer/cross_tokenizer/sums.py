@@ -13,8 +13,7 @@ from torch import Tensor
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, Position
 
-BLOCK = 2**25
-"""Entries of the student's vocabulary times positions that are summed at once: 256 MB a sum."""
+BLOCK = 2**25  # Entries times positions that are summed at once: 256 MB a sum
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,7 @@ PROBES = (
 
 SPACE = "\u2581"  # Sentencepiece's sign for a space
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""Sentencepiece's token for a byte of a character that has no token."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # A byte of a character that has no token
 
 
 class UnsupportedTokenizer(ValueError):

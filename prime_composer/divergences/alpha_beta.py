@@ -8,8 +8,7 @@ from torch import Tensor
 
 from prime_composer.divergences.base import Normalization, outcomes, with_slope
 
-SERIES_TERMS = 18
-"""Terms of the series at close arguments. The first one that is left out is below 1e-18."""
+SERIES_TERMS = 18  # At close arguments. The first one that is left out is below 1e-18
 
 
 def alpha_beta_divergence(

@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 Normalization = Literal["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
 
-MAX_LOG_MASS = -1e-7
-"""Largest log-mass of a support with a complement in float32: 1 - exp(-1e-7) is about 1 ulp."""
+MAX_LOG_MASS = -1e-7  # With a complement in float32: 1 - exp(-1e-7) is about 1 ulp
 
 
 def upcast(logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -14,8 +14,7 @@ import verifiers.v1 as vf
 from pydantic_core import to_json
 from verifiers.v1.dialects.chat import message_to_wire
 
-ANSWERED = (-32700, -32600, -32601, -32602, -32603)
-"""JSON-RPC's codes for what a server answers where it cannot handle one call, or its result."""
+ANSWERED = (-32700, -32600, -32601, -32602, -32603)  # JSON-RPC: one call or its result fails
 
 ID = "prime_composer_chat"  # The harness's id. verifiers imports a module of this name.
 

@@ -247,7 +247,6 @@ def _first_messages(data: Any) -> list[dict[str, Any]]:
 
 
 def _transcript(task: Any, where: str) -> str:
-    """Return the messages of a rollout that solves a task, as JSON."""
     solution = getattr(task, "solution", None)
     if solution is None:
         raise RecipeError(

@@ -7,8 +7,7 @@ from typing import Any
 from prime_composer.environments.opening import Environment, describe
 from prime_composer.recipe.schema import RecipeError
 
-ANSWERS = ("7", " 7", "7 \n")
-"""Answers with which the chat template is tried. The student may write any of them."""
+ANSWERS = ("7", " 7", "7 \n")  # Tried with the chat template; the student may write any
 
 
 def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:

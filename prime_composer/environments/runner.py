@@ -29,8 +29,7 @@ from prime_composer.recipe.schema import RecipeError
 
 CLOSING_SECONDS = 30.0  # Seconds that tool servers may take to stop
 
-PATIENCE = 60.0
-"""Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
+PATIENCE = 60.0  # Seconds that a round may take beyond its rollouts' own, if busy
 
 TICK = 0.25  # Seconds between two looks at whether the rollouts are still wanted
 

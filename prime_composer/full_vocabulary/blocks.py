@@ -11,8 +11,7 @@ from prime_composer.contract import Logits, TwoHeads
 from prime_composer.divergences import MAX_LOG_MASS
 from prime_composer.lm_head import accumulation_dtype, matmul
 
-LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)
-"""Least log-mass of the bucket of padding ids, that of the tail bucket in ``divergences``."""
+LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)  # Of padding ids, as the tail's in ``divergences``
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,7 @@ from prime_composer.local.signals import StopRequest
 
 TICK = 0.25  # Seconds between two looks at whether the thread waits for a server
 
-STALENESS = "rollout/staleness"
-"""Steps between the weights that sampled a batch and those that train on it."""
+STALENESS = "rollout/staleness"  # Steps from the weights that sample a batch to those it trains
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,11 @@ from typing import IO, Any, Literal
 
 from prime_composer.backends.errors import naming
 
-ANSWERS_FILE = "answers.jsonl"
-"""One line per evaluation, in the run directory. A resumed run may write a step again."""
+ANSWERS_FILE = "answers.jsonl"  # One line per evaluation; a resumed run may write a step again
 
 KEPT = 24  # Questions whose answers are kept. The report chooses among them.
 
-Answerer = Literal["answers", "teacher"]
-"""The key of a line's answers: the student's, or the teacher's."""
+Answerer = Literal["answers", "teacher"]  # Key of a line's answers: whose they are
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ def read_signatures(run_dir: Path) -> dict[str, str]:
 
 
 def _records(run_dir: Path) -> Iterator[Any]:
-    """Yield the JSON values of the file, line by line."""
     try:
         lines = (run_dir / ANSWERS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -31,13 +31,11 @@ from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.scorer import NotOnTape
 
-FULL_VOCABULARY_UP_TO = 8192
-"""Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
+FULL_VOCABULARY_UP_TO = 8192  # Largest that ``kl_support = "auto"`` measures in full
 
 COUNTS = ("turns", "tool_calls")  # What is counted per rollout of an environment by id
 
-EVALUATION_SEED = 20_251_017
-"""Seed of the measured rollouts: the same draws at every evaluation of every run."""
+EVALUATION_SEED = 20_251_017  # Of the measured rollouts: the same draws at every evaluation
 
 
 class Graded(NamedTuple):

@@ -27,8 +27,7 @@ entries beyond 1 by right; it may grow to 10."""
 
 FEW_ENTRIES = 1000
 
-LARGEST_SHARE = 0.05
-"""Share of the student's tokens from which on a word is due, by metric and remedy."""
+LARGEST_SHARE = 0.05  # Of the student's tokens from which on a word is due
 
 REMEDIES = {
     "xtok/noncanonical": (
@@ -43,8 +42,7 @@ REMEDIES = {
 """What a teacher with a tokenizer of its own measures of a step, and what to do about it."""
 
 
-GROWTH = "rollout/growth"
-"""Mean length of the rollouts that the student sampled, as a multiple of the first step's."""
+GROWTH = "rollout/growth"  # Mean length of the student's rollouts, in those of the first step
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,7 @@ from prime_composer.tiny_models.rounding import LatentWeights, layers_to_round
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
-SCORED_AT_ONCE = 4
-"""Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
-one already, and the cache of a large model takes memory."""
+SCORED_AT_ONCE = 4  # Sequences of a teacher that only scores, on a CPU: prefill takes all cores
 
 
 def student_spec(
@@ -227,7 +225,6 @@ class NoSampler:
 
 
 def _student_without_weights(model: str | Path) -> tuple[nn.Module, Any]:
-    """Return a student's shapes, and its tokenizer."""
     return shapes(model), load_tokenizer(model)
 
 

@@ -157,7 +157,6 @@ def with_ends(
 
 
 def _token_of(end: int | str, tokenizer: Any) -> int:
-    """Return the id of an entry of ``rollout.stop``."""
     if isinstance(end, int) and end not in tokenizer.get_vocab().values():
         raise ValueError(
             f"rollout.stop: the student's tokenizer has no token {end}; name one by its text"

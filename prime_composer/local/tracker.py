@@ -146,7 +146,6 @@ class Tracker:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file and the other loggers."""
         self._file.close()
         if self._tensorboard is not None:
             try:
@@ -216,7 +215,6 @@ def is_evaluated(record: Mapping[str, Any]) -> bool:
 
 
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Replace a metrics file by these records."""
     replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 

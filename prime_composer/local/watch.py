@@ -40,8 +40,7 @@ from prime_composer.teachers.watch import (
 
 SAMPLER_PROMPTS = 16  # Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each
 
-CROWD = 16
-"""Copies of the probe in one call, to see how far a server's numbers depend on its batches."""
+CROWD = 16  # Copies of the probe in one call: a server's numbers may depend on its batches
 
 
 class WatchFailed(ValueError):

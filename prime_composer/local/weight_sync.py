@@ -35,13 +35,10 @@ float32 engines agree to 5e-6 in practice. bfloat16 moves a log-prob by 0.06 to 
 stale weights that the check plants on purpose move it by several nats.
 """
 
-LEAST_OF_ROWS = 1e-3
-"""Least tolerance of a row alone and beside others, whose sums have another order."""
+LEAST_OF_ROWS = 1e-3  # Least tolerance of a row beside others: sums have another order
 
 PROBE_TOKENS = 8
-PROBE_PROMPT_TOKENS = 144
-"""Longer than the largest block of vLLM's prefix cache (128 tokens on a CPU): a stale block is
-reused."""
+PROBE_PROMPT_TOKENS = 144  # Longer than a block of vLLM's prefix cache (128 tokens on a CPU)
 
 
 def check_loaded_weights(

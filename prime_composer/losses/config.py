@@ -26,11 +26,9 @@ from prime_composer.losses.shared.modifiers import (
 )
 from prime_composer.tables import Table
 
-ChannelName = Literal["rl", "distillation", "replay"]
-"""What a loss learns from: rewards, a teacher, or preference pairs."""
+ChannelName = Literal["rl", "distillation", "replay"]  # What a loss learns from
 
-SupportSize = PositiveInt | Literal["full"]
-"""K, the number of token ids per position. "full" is the whole vocabulary."""
+SupportSize = PositiveInt | Literal["full"]  # K ids per position, or the whole vocabulary
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,6 @@ class TAIDScheduler:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule as JSON values."""
         return {
             "t": self.t,
             "momentum": self.momentum,

@@ -53,8 +53,7 @@ DOUBTS = ("or", "nor", "either", "neither", "not", "never", "cannot", "whether")
 
 ROUGE_WORD = re.compile(r"[a-z0-9]+")  # A word of rouge-score, in lower case
 
-WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}
-"""Words of a reference below which an answer gets 0, whatever it is."""
+WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}  # Fewer in a reference give any answer 0
 
 
 def verdict(reference: str, reward: float) -> str:

@@ -15,18 +15,15 @@ from prime_composer.tables import Table
 
 FINAL_MARK = "####"
 
-MathMetric = Literal["gsm8k", "math_verify"]
-"""Compare an answer's number or formula with the one after the reference's ``####``."""
+MathMetric = Literal["gsm8k", "math_verify"]  # A number or formula is compared
 
-GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]
-"""Give an answer any value in [0, 1], where the others say right or wrong."""
+GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]  # Any value in [0, 1]
 
 Metric = Literal[
     MathMetric, Literal["exact", "contains", "short_answer"], GradedMetric, Literal["none"]
 ]
 
-Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]
-"""What generated facts are about. A capital is not in the prompt."""
+Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]  # A capital is not in the prompt
 
 MATH: tuple[str, ...] = get_args(MathMetric)
 GRADED: tuple[str, ...] = get_args(GradedMetric)
@@ -302,8 +299,7 @@ class DataConfig(Used, Table):
         return self.metric if self.graded else "accuracy"
 
 
-Asked = tuple[tuple[tuple[str, str], ...], str]
-"""What tells one problem from another: the conversation before the question, and the question."""
+Asked = tuple[tuple[tuple[str, str], ...], str]  # The conversation before, and the question
 
 
 @dataclass(frozen=True)

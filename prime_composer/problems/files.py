@@ -14,8 +14,7 @@ ENDINGS = (".jsonl", PARQUET)  # Files of a folder that are read
 
 DEFAULTS = DataConfig()
 
-NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)
-"""Beginning of the name of a file that says which part it is: ``train-00000-of-00002.parquet``."""
+NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)  # ``train-00000-of-00002.parquet``
 
 
 def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:

@@ -152,7 +152,6 @@ def _load_source(
 
 
 def _generated(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return generated problems to train on, and held-out ones."""
     if config.kind == "arithmetic":
         return _split(generate_problems(config.size, config.seed, config.operations), config)
     if config.kind != "facts":
@@ -252,7 +251,6 @@ def _refuse_overlap_of_environments(
 
 
 def _remedy(sources: Sequence[DataConfig]) -> str:
-    """Return how two environments become apart."""
     kinds = {source.kind for source in sources if source.source == "generated"}
     if len(kinds) != 1:
         return "Remove them from one of the two."

@@ -16,8 +16,7 @@ from pathlib import Path
 from prime_composer.extras import pip_install
 
 WORKER = Path(__file__).with_name("math_verify_worker.py")
-START_SECONDS = 120.0
-"""Time for the worker to import the library, which takes half a second on a quiet machine."""
+START_SECONDS = 120.0  # To import the library, which takes half a second on a quiet machine
 
 SECONDS_PER_ANSWER = 2.0  # CPU time for one answer. Nearly all take a few milliseconds.
 

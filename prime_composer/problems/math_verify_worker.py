@@ -22,8 +22,7 @@ DELIMITED = re.compile(r"\$|\\boxed")  # What tells the library that a text has 
 
 COMMAND = re.compile(r"\\[A-Za-z]+")  # A command of LaTeX
 
-WORD = re.compile(r"[^\W\d_]{2}")
-"""The start of a word, where commands are left out. A formula has letters alone."""
+WORD = re.compile(r"[^\W\d_]{2}")  # Commands left out: a formula has letters alone
 
 OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")  # What a formula has and a plain number lacks
 

@@ -41,7 +41,6 @@ def environment_batches(
 
 @cache
 def _shares(ratios: tuple[float, ...], batch_prompts: int, seed: int, step: int) -> list[int]:
-    """Return how many of a step's prompts each environment gets."""
     offset = random.Random(f"environments {seed} {step}").random()
     total, reached, before, counts = sum(ratios), 0.0, 0, []
     for ratio in ratios:

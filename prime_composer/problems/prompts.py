@@ -13,8 +13,7 @@ from typing import Any
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer
 
-FIRST_MARK = 0xE000
-"""First character for private use. It stands for a special token's text while data is rendered."""
+FIRST_MARK = 0xE000  # Private use: stands for a special token's text while data is rendered
 
 TRIED_TOKENS = 64  # Special tokens with which a tokenizer is tried
 

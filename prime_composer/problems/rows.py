@@ -15,8 +15,7 @@ ROWS_SHOWN = 5  # Malformed rows named in one error
 
 ROLES = ("system", "user", "assistant")
 
-EXACT_UP_TO = 2**53
-"""Size from which on a float may be another whole number than the one that was meant."""
+EXACT_UP_TO = 2**53  # Beyond, a float may be another whole number than was meant
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -133,7 +132,6 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
 
 
 def _check_answer(answer: str, config: DataConfig, key: str) -> None:
-    """Check that the metric can grade by an answer."""
     if not answer:
         lacks = f'"{key}" is empty'
         if config.messages_key is not None:

@@ -21,11 +21,9 @@ from prime_composer.tables import Table, nearest
 
 S = TypeVar("S", bound=Table)
 
-DEEPEST = 50
-"""Most tables and lists within each other. A recipe has about six, prime-rl's config about ten."""
+DEEPEST = 50  # Most tables within each other. A recipe has about six, prime-rl's config about ten
 
-LETTERS_SHOWN = 800
-"""Length up to which the problems of a recipe are named. The first one always is."""
+LETTERS_SHOWN = 800  # Up to which the problems of a recipe are named
 
 REMEDIES_OF_MISSING = {
     "loss": '; write [loss] with type = "topk_reverse_kl" and k = 32, the recipes\' default',

@@ -13,8 +13,7 @@ from pydantic import (
 
 from prime_composer.tables import Table
 
-LARGEST_SIZE = 1_000_000
-"""Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
+LARGEST_SIZE = 1_000_000  # Of widths, lengths and steps: built on the spot, models are small
 
 MOST_LAYERS = 1000  # Upper bound of layers and heads
 

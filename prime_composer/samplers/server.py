@@ -37,16 +37,14 @@ SLOW_COMPLETION = 10  # Tokens per second of one completion on a slow server
 
 SLOW_SERVER = 200  # Tokens per second of a slow server, all completions together
 
-VERSION_PATH = "/update_weight_version"
-"""Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""
+VERSION_PATH = "/update_weight_version"  # vLLM 0.32; in memory, so that a restart changes it
 
 START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 """In ``/metrics`` of a vLLM with one API server process."""
 
 METRICS_BYTES = 2**24
 
-ROUNDS = 3
-"""How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
+ROUNDS = 3  # How often weights or rollouts go again when the server was lost meanwhile
 
 
 class Reset(msgspec.Struct):

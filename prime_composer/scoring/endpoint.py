@@ -64,8 +64,7 @@ SMALL_ROOM = 2**28  # Bytes of small responses that are in the making at once
 
 WINDOW_BYTES = 2**20  # How much of a response is sent before other requests have their turn
 
-STALL_SECONDS = 60.0
-"""Time for a client to take a window. One that does not keeps others from the room."""
+STALL_SECONDS = 60.0  # For a client to take a window, who keeps others from the room
 
 MEDIA_TYPE = "application/x-msgpack"
 

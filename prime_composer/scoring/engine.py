@@ -20,14 +20,11 @@ from prime_composer.scoring.worker import RowsRequest
 T = TypeVar("T")
 
 _process = secrets.token_hex(8)
-_numbers = itertools.count()
-"""Together the name of a request in the engine, which several API servers may share."""
+_numbers = itertools.count()  # For names in the engine, which API servers may share
 
 FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
 
-AHEAD = 2
-"""Steps of the engine, or sequences that are longer, that a request has in it at once: one runs
-and one waits, so that the engine is never idle."""
+AHEAD = 2  # Engine steps of a request at once: one runs and one waits
 
 LEAST_TOKENS = 64  # What a sequence counts at least, because of what the API server does for each
 

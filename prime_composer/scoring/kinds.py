@@ -27,8 +27,7 @@ from prime_composer.scoring.wire import (
     encode_ids,
 )
 
-Arrays = Mapping[str, NDArray[Any]]
-"""Name -> [n] or [n, columns]. Half precision comes as the numbers' bits (``wire.DTYPES``)."""
+Arrays = Mapping[str, NDArray[Any]]  # [n] or [n, columns]; half precision as its bits
 
 
 class HeadFailed(Exception):

@@ -21,24 +21,17 @@ from prime_composer.scoring.wire import (
 )
 from prime_composer.scoring.worker import RowsRequest
 
-MOST_SEQUENCES = 2**10
-"""Sequences of a request. Each costs the API server about 0.2 ms, besides its tokens."""
+MOST_SEQUENCES = 2**10  # Each costs the API server about 0.2 ms, besides its tokens
 
-MOST_TOKENS = 2**18
-"""Tokens of a request, or one sequence of the model's full length where that is longer."""
+MOST_TOKENS = 2**18  # Or one sequence of the model's full length where that is longer
 
-MOST_REQUEST_BYTES = 2**25
-"""Bytes of a request, or 16 per token of the longest sequence where that is more. Decoding this
-much takes 0.2 s, most of which are ids of the caller's choice."""
+MOST_REQUEST_BYTES = 2**25  # Or 16 per token of the longest sequence; decoding takes 0.2 s
 
-MOST_RESPONSE_BYTES = 2**32 - 1
-"""Arrays of one response: what a count of msgpack holds. Hidden states of 262,000 tokens with 8,192
-columns in bfloat16 are this much."""
+MOST_RESPONSE_BYTES = 2**32 - 1  # Of arrays: what a count of msgpack holds
 
 MOST_HEAD_BYTES = 2**29  # Rows of the output head in one response, counted in float32
 
-KEYS_PER_SEQUENCE = 4
-"""At least as many commas as a sequence has in JSON besides those between its tokens."""
+KEYS_PER_SEQUENCE = 4  # At least as many commas in JSON besides those between tokens
 
 
 class BadRequest(ValueError):

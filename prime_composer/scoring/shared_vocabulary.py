@@ -17,11 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-MOST_PADDING = 1024
-"""Most ids by which padding makes one head larger than another of the same tokenizer."""
+MOST_PADDING = 1024  # Most ids more in one head than in another of the same tokenizer
 
-LOG_FLOOR = math.log(1e-7)
-"""log q of a sampled token that the teacher's head lacks; the least mass of a bucket or a tail."""
+LOG_FLOOR = math.log(1e-7)  # Of a sampled token that the teacher's head lacks; of a bucket
 
 
 def lacking(token_ids: Any, size: int | None) -> Any:

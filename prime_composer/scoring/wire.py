@@ -24,14 +24,12 @@ SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"
 TABLES_PATH = "/v1/prime_composer/tables"  # Below /v1, so that the server's API key guards them
 
-FLOAT32_HEAD = {"head_dtype": "float32"}
-"""vLLM's ``hf_overrides`` for float32 sums of the head's products, also in half precision."""
+FLOAT32_HEAD = {"head_dtype": "float32"}  # float32 sums also in half precision
 
 DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 """Name in a response -> NumPy's. NumPy has no bfloat16: its bits come as integers."""
 
-ENVELOPE_BYTES = 2**14
-"""What a response may have besides its arrays, in all and again for each sequence."""
+ENVELOPE_BYTES = 2**14  # Besides a response's arrays, in all and for each sequence
 
 Bytes = bytes | bytearray | memoryview
 

@@ -23,12 +23,9 @@ float32, and in the fourth one or later in bfloat16. Larger models in bfloat16 a
 to 1e-2.
 """
 
-FEW_TOKENS = 64
-"""Tokens that a step counts as at least, so that one improbable token in bfloat16 is no alarm."""
+FEW_TOKENS = 64  # Counted at least: one improbable token in bfloat16 is no alarm
 
-LARGEST_RATIO = 2.0
-"""Log-ratio, in nats, that a token counts with at most where the step is judged. exp(r) of a single
-token at r = 5 would outweigh 2,000 others whose KL is right. Of old weights all tokens differ."""
+LARGEST_RATIO = 2.0  # Nats that a token's log-ratio counts with at most: one of 5 outweighs 2,000
 
 METRIC = "sampler/mismatch_kl"
 

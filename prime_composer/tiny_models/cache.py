@@ -24,16 +24,13 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 
-Progress = Callable[[int, int, float], None]
-"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
+Progress = Callable[[int, int, float], None]  # Steps done, total steps, loss
 
 FORMAT = 1  # Part of the cache key. Raise it when the same description builds another model.
 
 ROUNDING = 2  # The same for a model whose weights are rounded
 
-DESCRIPTION = "prepare.json"
-"""The file beside the weights that says how they were made. A trained model's has its loss, a
-pruned one's the digest of what it was pruned from."""
+DESCRIPTION = "prepare.json"  # Beside the weights, how they were made
 
 WEIGHTS = "model.safetensors"
 
@@ -296,7 +293,6 @@ def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
 
 
 def _training() -> ModuleType:
-    """Import the module that trains, which needs transformers."""
     with _libraries():
         from prime_composer.tiny_models import training
     return training

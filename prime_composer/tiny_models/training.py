@@ -256,7 +256,6 @@ class ProductsInFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of PyTorch."""
         if func in (torch.addmm, torch.Tensor.matmul) and args[0].dtype == torch.bfloat16:
             return func(*(each.float() for each in args), **(kwargs or {})).bfloat16()
         return func(*args, **(kwargs or {}))
@@ -309,7 +308,7 @@ def layer_matrices(model: Qwen3ForCausalLM) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def prune_by_magnitude(weights: Sequence[torch.nn.Parameter], fraction: float) -> None:
-    """Set ``round(fraction * n)`` of each matrix's n smallest entries to zero.
+    """Set ``round(fraction * n)`` of each matrix's n entries to zero, the smallest ones first.
 
     This is magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient
     Neural Networks", 2015, https://arxiv.org/abs/1506.02626) in one shot.

@@ -7,8 +7,7 @@ import torch
 
 from prime_composer.backends.protocols import Rollout
 
-SCORES = "prime_composer_scores"
-"""Key of the teacher's scores in trl's batch: one ``Scores`` per row."""
+SCORES = "prime_composer_scores"  # Key of the teacher's, one ``Scores`` per row, in the batch
 
 
 def rollouts_of(batch: Mapping[str, Any], eos_token_ids: Collection[int]) -> list[Rollout]:

@@ -27,8 +27,7 @@ from prime_composer.teachers.compatibility import (
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
 
-Teacher = str | Path | nn.Module | Scorer
-"""A URL, a directory or hub id, a model in memory, or a scorer."""
+Teacher = str | Path | nn.Module | Scorer  # A URL, a directory or hub id, or one in memory
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 

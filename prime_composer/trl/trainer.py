@@ -45,8 +45,7 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
-LOSS_STATE = "prime_composer_loss"
-"""Key of the loss's schedules in ``TrainerState.stateful_callbacks``, which checkpoints contain."""
+LOSS_STATE = "prime_composer_loss"  # Key in ``TrainerState.stateful_callbacks``, of checkpoints
 
 
 class OnPolicyDistillationTrainer(trl.DistillationTrainer):

@@ -26,8 +26,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 FOLDER = "adapter"  # Where the adapter is in a checkpoint of the merged model
 
-PREFIX = "base_model.model."
-"""Of every name in an adapter's file. peft puts it before the names of the base's layers."""
+PREFIX = "base_model.model."  # peft's, before the names of the base's layers
 
 DIGEST = "base_sha256"  # Key of the file's metadata: the digest of the base's weights
 

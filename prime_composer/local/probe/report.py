@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.local.preflight import Finding, one_line
 
-SupportSize = int | Literal["full", "states"]
-"""What a teacher is asked for: K ids, the whole vocabulary, or hidden states instead of it."""
+SupportSize = int | Literal["full", "states"]  # K ids, the whole vocabulary, or hidden states
 
 NO_ROLLOUT = "there is no rollout for it"
 

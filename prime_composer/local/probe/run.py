@@ -70,15 +70,11 @@ SECONDS_PER_COLUMN = 2.0  # Time for the speed at one K of one teacher
 
 ROLLOUTS = 32  # Most rollouts that a model is measured on
 
-IMPROBABLE = 0.1
-"""A special token is worth a word where the teacher's probability is below this times the
-student's."""
+IMPROBABLE = 0.1  # Teacher's share of the student's probability of a special token
 
-SLOW_JSON = 8
-"""From this K on, JSON is several times slower than binary answers (scoring/README.md)."""
+SLOW_JSON = 8  # From this K on, JSON is several times slower (scoring/README.md)
 
-LONGEST_WAIT = 10.0
-"""Seconds that one request waits for a server that is away, unless the recipe says less."""
+LONGEST_WAIT = 10.0  # Seconds that a request waits, unless the recipe says less
 
 OPENING = "opening the models"
 

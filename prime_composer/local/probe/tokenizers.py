@@ -15,8 +15,7 @@ from prime_composer.local.probe.report import NotMeasured, TokenizerPairFacts
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, OwnTokenizerScorer, dense
 
-OFF_PATH = 0.05
-"""Share of the mass that other tokenizations of the text before may have, to be counted."""
+OFF_PATH = 0.05  # Mass on other tokenizations of the text before, to be counted
 
 SHOWN = 60  # Characters of each prompt's end
 

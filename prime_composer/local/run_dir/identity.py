@@ -12,8 +12,7 @@ from prime_composer.step.batch import Pair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
-WHOSE = ("model", "fingerprint", "dtype")
-"""What of a tape's header names a teacher. What its server can give may change in a run."""
+WHOSE = ("model", "fingerprint", "dtype")  # Of a tape; servers may change the rest
 
 
 def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:

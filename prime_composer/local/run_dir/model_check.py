@@ -23,8 +23,7 @@ from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dr
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The file of unsharded weights. A sharded model has an index beside its parts."""
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Unsharded weights; shards have an index
 
 
 def check_models(recipe: Recipe, hub: bool = True) -> None:
@@ -66,7 +65,6 @@ def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
 
 
 def _check_layers(config: DamagedConfig, table: str) -> None:
-    """Refuse layers to be removed that a model on this machine lacks."""
     sizes: Any = read_json(Path(config.source) / "config.json") or {}
     layers = sizes.get("text_config", sizes).get("num_hidden_layers")
     if not isinstance(layers, int):

@@ -54,7 +54,6 @@ class Balance(Modifier):
         return {"token": 1, "sequence": of_sequence, "environment": of_environment}[self.by]
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """Return the inputs with ``loss_weights`` times w."""
         weights = given(inputs.balance)
         if inputs.loss_weights is not None:
             weights = torch.where(inputs.loss_mask, weights * inputs.loss_weights, 1.0)

@@ -8,9 +8,7 @@ from prime_composer.contract import LossInputs, Mean, Support, given
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
 
-DISTILLATION_KL = "distillation/kl"
-"""The series that all losses have in common which compare with a teacher; ``/NAME`` is its part of
-an environment."""
+DISTILLATION_KL = "distillation/kl"  # Of all that compare with a teacher; /NAME: an environment's
 
 
 def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
