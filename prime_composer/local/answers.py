@@ -27,7 +27,7 @@ class Answer:
     correct: bool | None  # by the recipe's metric; None for a graded one, and for none
     score: float | None = None  # of a graded metric; None for another one
     metric: str | None = None
-    place: int | None = None
+    place: int | None = None  # among those held out; None in a run of an older version
 
     @property
     def asked(self) -> int | str:

@@ -12,7 +12,7 @@ from prime_composer.step.batch import Pair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
-WHOSE = ("model", "fingerprint", "dtype")  # Of a tape; servers may change the rest
+WHOSE = ("model", "fingerprint", "dtype")  # Of a tape's header: these name a teacher
 
 
 def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
