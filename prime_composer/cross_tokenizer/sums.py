@@ -20,15 +20,15 @@ BLOCK = 2**25  # Entries times positions that are summed at once: 256 MB a sum
 class Candidates:
     """Masses of student tokens at n positions, as shares of the teacher's path to their row."""
 
-    ids: Int[Tensor, "n m"]  # the sampled token, then those with most mass, [n, m]; -1: no more
-    closed: Float[Tensor, "n m"]  # mass of tokens whose first student token is certain, [n, m]
-    open: Float[Tensor, "n m"]  # mass of those of which it is not, [n, m]
-    total: Float[Tensor, " n"]  # both over the whole vocabulary, and parts of a character, [n]
-    end: Float[Tensor, " n"]  # the teacher's mass on the end of its turn, [n]; 0 inside a token
-    nobody: Float[Tensor, " n"]  # its mass on tokens that write nothing, [n]; 0 inside a token
-    off_path: Float[Tensor, " n"]  # on other tokenizations of the text before, [n]: a bound
-    unlisted: Float[Tensor, " n"]  # that the rows do not list, [n]; 0 on a row's begin
-    # of tokens that may begin a candidate, not end it, [n, m]; NaN: ask rows
+    ids: Int[Tensor, "n m"]  # the sampled token, then those with most mass; -1: no more
+    closed: Float[Tensor, "n m"]  # mass of tokens whose first student token is certain
+    open: Float[Tensor, "n m"]  # mass of those of which it is not
+    total: Float[Tensor, " n"]  # both over the whole vocabulary, and parts of a character
+    end: Float[Tensor, " n"]  # mass on the end of the teacher's turn; 0 inside a token, but a lead
+    nobody: Float[Tensor, " n"]  # mass on tokens that write nothing; 0 inside a token
+    off_path: Float[Tensor, " n"]  # mass on other tokenizations of the text before: a bound
+    unlisted: Float[Tensor, " n"]  # mass of any token here that the rows do not list
+    # mass that may begin one and not end it, but for the text's own; NaN: ask rows. None: all NaN
     begun: Float[Tensor, "n m"] | None = None
 
 
