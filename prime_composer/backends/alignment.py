@@ -17,25 +17,14 @@ from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readabl
 
 @dataclass(frozen=True)
 class SequenceToScore:
-    """The tokens that a teacher reads for one rollout.
+    """The tokens that a teacher reads for one rollout."""
 
-    Attributes:
-        token_ids: the prompt (the rollout's own or a given one), then the rollout from its first
-            trained token on. Ids that the teacher's head lacks are replaced
-            (``shared_vocabulary``).
-        start: index in ``token_ids`` of the first token that is scored. Scores cover [start, end).
-        lacks: which tokens from ``start`` on were replaced, [n].
-        index: of the sequence in its request, for messages; None where there is no index.
-        trained: the tokens that are scored train. False where some may not.
-        vocab_size: entries of the teacher's head; None where it is unknown.
-    """
-
-    token_ids: list[int]
-    start: int
-    lacks: Bool[Tensor, " n"]
-    index: int | None = None
-    trained: bool = True
-    vocab_size: int | None = None
+    token_ids: list[int]  # ids that the teacher's head lacks are replaced
+    start: int  # index in ``token_ids`` of the first token that is scored
+    lacks: Bool[Tensor, " n"]  # which tokens from ``start`` on were replaced, [n]
+    index: int | None = None  # of the sequence in its request, for messages
+    trained: bool = True  # the tokens that are scored train; False where some may not
+    vocab_size: int | None = None  # of the teacher's head; None where unknown
 
     @property
     def sampled(self) -> Int[Tensor, " n"]:
@@ -53,16 +42,7 @@ def sequences_to_score(
     prompts: Sequence[Sequence[int]] | None = None,
     vocab_size: int | None = None,
 ) -> list[SequenceToScore]:
-    """Return what the teacher reads for each rollout.
-
-    Args:
-        rollouts: what to score.
-        prompts: token ids that replace everything before each rollout's first trained token.
-        vocab_size: entries of the teacher's head; None where it is unknown.
-
-    Raises:
-        ValueError: not one prompt per rollout, a rollout that trains no token, or an empty prompt.
-    """
+    """Return what the teacher reads for each rollout."""
     if prompts is not None and len(prompts) != len(rollouts):
         raise ValueError(
             f"{len(prompts)} prompts for {len(rollouts)} rollouts; pass one teacher prompt per "
@@ -107,21 +87,8 @@ def make_rollout(
 ) -> Rollout:
     """Return the ``Rollout`` of a prompt and its completion, checked (``check_completion``).
 
-    Every sampler makes its rollouts here.
-
-    Args:
-        prompt: token ids.
-        completion: token ids that were sampled.
-        logprobs: log mu of each completion token.
-        finish_reason: the engine's own word; "stop" or "length".
-        prompt_index: index of the prompt in the ``generate`` call.
-        max_tokens: longest completion that was asked for; None where it is unknown.
-        vocab_size: entries of the model's head; None where it is unknown.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: no model can have drawn the completion so, or the engine ended it for another
-            reason.
+    Every sampler makes its rollouts here. ``logprobs`` are log mu, and ``origin`` who answered.
+    None for ``max_tokens`` or ``vocab_size``: unknown.
     """
     check_completion(
         completion,
@@ -162,16 +129,6 @@ def checked(
 
     Every scorer runs its scores through here, or through ``all_checked``. A sampled token that the
     teacher's head lacks gets the log-prob of such an id (``shared_vocabulary``).
-
-    Args:
-        scores: as the model gave them.
-        sequence: what the model read.
-        k: entries per position that were asked for.
-        origin: who answered, for messages.
-        ranked: the support is the teacher's own top K, and not the caller's choice.
-
-    Raises:
-        InvalidAnswer: these cannot be log-probs of one distribution per position.
     """
     (one,) = all_checked([scores], [sequence], k=k, origin=origin, ranked=ranked)
     return one
@@ -185,10 +142,7 @@ def all_checked(
     origin: str,
     ranked: bool = True,
 ) -> list[Scores]:
-    """Return a model's scores of several sequences, checked together as ``checked`` does.
-
-    All sequences agree in ``trained`` and ``vocab_size``.
-    """
+    """Return a model's scores of several sequences, checked together as ``checked`` does."""
     if not sequences:
         return []
     check_batch(
@@ -213,11 +167,7 @@ def all_checked(
 def check_lengths(
     sequences: Sequence[Sequence[int]], new_tokens: int, max_model_len: int | None
 ) -> None:
-    """Check that each sequence and ``new_tokens`` more fit into ``max_model_len``, unless None.
-
-    Raises:
-        ValueError: a sequence does not fit, or is empty.
-    """
+    """Check that each sequence and ``new_tokens`` more fit into ``max_model_len``, unless None."""
     for index, ids in enumerate(sequences):
         if not ids:
             raise ValueError(
@@ -234,17 +184,7 @@ def check_lengths(
 def check_support_size(
     support_size: int | Literal["full"], vocab_size: int, limit: int, setting: str
 ) -> int:
-    """Return K as a number, checked against the vocabulary and the engine's limit.
-
-    Args:
-        support_size: K, or "full" for the whole vocabulary.
-        vocab_size: entries of the teacher's head.
-        limit: the largest K that the engine returns.
-        setting: name of the setting that raises ``limit``, for the message.
-
-    Raises:
-        ValueError: K is out of range.
-    """
+    """Return K as a number, checked against the vocabulary and the engine's limit."""
     k = vocab_size if support_size == "full" else support_size
     if not 0 <= k <= vocab_size:
         raise ValueError(

@@ -1,8 +1,5 @@
 """The one check of every answer: a teacher's scores, and a sampler's completions.
 
-Each backend runs it on each answer: engines in this process, servers, the policy as its own
-teacher, mixtures, and the requests inside prime-rl's orchestrator.
-
 What no single answer shows is not found here: right log-probs of another model or another sequence,
 or the log-prob 0 of every token where no support was asked for.
 """
@@ -23,20 +20,17 @@ from prime_composer.contract import InvalidAnswer, Scores
 LOGPROB_TOLERANCE = 1e-4
 """Nats by which two log-probs that should be equal may differ, and one may exceed 0.
 
-Engines normalize in float32, also where weights and logits are bfloat16. Run with vLLM 0.32 and
-transformers in both dtypes: no log-prob was above 0, a sampled token's equalled its entry in the
+Engines normalize in float32, also where weights and logits are bfloat16. With vLLM 0.32 and
+transformers in both dtypes no log-prob was above 0, a sampled token's equalled its entry in the
 support to the bit, and the mass of a whole vocabulary was 1 within 3e-7.
 """
 
-MASS_TOLERANCE = 1e-3
-"""How far a sum of probabilities may be from the 1 that it should be, or at most be."""
+MASS_TOLERANCE = 1e-3  # How far a sum of probabilities may be from 1, or beyond it
 
-IMPOSSIBLE = -9999.0
-"""vLLM's servers write this number for the log-prob -inf, which JSON does not have."""
+IMPOSSIBLE = -9999.0  # vLLM's servers write it for -inf, which JSON does not have
 
 
-BLOCK = 2**20
-"""Entries of a support that are checked at once, in arrays of 8 MB."""
+BLOCK = 2**20  # Entries of a support that are checked at once, in arrays of 8 MB
 
 
 def check_scores(
@@ -62,13 +56,8 @@ def check_scores(
         vocab_size: entries of the teacher's head; None where it is unknown.
         origin: who answered, for the message: a server by its URL, or a model.
         sequence: index of the sequence in its request; None where there is no index.
-        ranked: the support is the teacher's own top K, the most probable id first. False for ids
-            that others chose.
-        trained: the sampled tokens train. False where some may not, such as those of a prompt: the
-            teacher may mask them.
-
-    Raises:
-        InvalidAnswer: they cannot.
+        ranked: the support is the teacher's own top K, the most probable id first.
+        trained: the sampled tokens train. Those of a prompt the teacher may mask.
     """
     check_batch(
         [(scores, sampled, sequence)],
@@ -118,8 +107,7 @@ def check_batch(
         )
 
 
-_Piece = tuple[Scores, Tensor, int | None, slice]
-"""Some rows of one sequence."""
+_Piece = tuple[Scores, Tensor, int | None, slice]  # Some rows of one sequence
 
 
 def _blocks(
@@ -247,12 +235,7 @@ def check_completion(
     origin: str,
     prompt: int,
 ) -> None:
-    """Check that a sampler can have drawn a completion with these log-probs.
-
-    Args:
-        ids: sampled tokens, [m].
-        logprobs: log mu of each, [m].
-    """
+    """Check that a sampler can have drawn a completion with these log-probs mu, [m]."""
     refuse = functools.partial(_refuse_completion, origin, prompt)
     if len(ids) != len(logprobs):
         refuse(f"{len(ids)} tokens with {len(logprobs)} log-probs", "one of each per token")
@@ -279,11 +262,7 @@ def _refuse_completion(origin: str, prompt: int, found: str, expected: str) -> N
 
 
 def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:
-    """Check that a sampler returned as many completions of a prompt as were asked for.
-
-    Raises:
-        InvalidAnswer: it returned more, or fewer.
-    """
+    """Check that a sampler returned as many completions of a prompt as were asked for."""
     if found != asked:
         raise InvalidAnswer(
             f"{origin} gave {found} completions of prompt {prompt}, where {asked} were expected."
@@ -291,17 +270,13 @@ def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:
 
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...] | None:
-    """Return the index of the first True; None where there is none."""
     if not wrong.any():
         return None
     return tuple(int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
 
 
 def _are_permutations(ids: NDArray[Any]) -> bool:
-    """Return whether each row has each id from 0 to K - 1 once; no id is outside of these.
-
-    Sorting a whole vocabulary takes most of the time of its check.
-    """
+    """Return whether each row has each id from 0 to K - 1 once; no id is outside of these."""
     k = ids.shape[1]
     if (ids == np.arange(k, dtype=ids.dtype)).all():
         return True
@@ -314,5 +289,4 @@ def _are_permutations(ids: NDArray[Any]) -> bool:
 
 
 def _an_id(vocab_size: int | None) -> str:
-    """Return what an id of a vocabulary is, in words."""
     return "an id of at least 0" if vocab_size is None else f"an id from 0 to {vocab_size - 1}"

@@ -1,16 +1,11 @@
 """Prepare this process for transformers and vLLM on a machine whose PyTorch is built for the CPU.
 
-Everything here changes the whole process, so each change is one function with a reason:
+Everything here changes the whole process. On a CUDA build only ``set_vllm_environment`` and
+``keep_process_groups`` have an effect. ``import_vllm`` calls them in this order:
 
 - ``hide_cuda_packages``: before transformers is imported
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
-- ``all_cores``: around the steps of a large model
-- ``use_threads``: where a number of threads is needed, as in a weight sync
-- ``return_freed_memory``: after a large model's weights were sent to an engine, and before a step
-
-``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
-and ``keep_process_groups`` have an effect.
 """
 
 import ctypes
@@ -36,9 +31,7 @@ THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
 """Environment variable: threads of a large model's run on a CPU. The command line sets it to the
 number of cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
 
-LARGE_MODEL = 10_000_000
-"""Parameters of a large model: its step is spread over threads. In a smaller one, waking a thread
-takes as long as its share of a matrix product."""
+LARGE_MODEL = 10_000_000  # Parameters. In a smaller one waking a thread takes as long as its share
 
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
@@ -57,8 +50,7 @@ def hide_cuda_packages() -> None:
 
     A CPU-only vLLM installs a torchvision from the default package index, which is a CUDA build. It
     cannot load beside a CPU PyTorch ("operator torchvision::nms does not exist"), and transformers
-    imports it wherever it is installed. Text models need none of these packages. Packages that are
-    already imported or marked as CPU builds (version "...+cpu") stay visible.
+    imports it wherever it is installed.
 
     TODO(vllm): remove once PyPI's vLLM for the CPU depends on CPU builds.
     """
@@ -95,9 +87,8 @@ def set_vllm_environment(multiprocessing: bool) -> None:
 def use_one_thread() -> None:
     """Use one OpenMP thread on a CPU build, unless OMP_NUM_THREADS is set.
 
-    vLLM's OpenMP threads spin while they wait: two engines and a trainer with several threads each
-    run up to 12 times slower than with one. vLLM makes ``torch.set_num_threads`` a no-op when it
-    starts, so this must run before.
+    vLLM's OpenMP threads spin while they wait: several each are up to 12 times slower than one.
+    vLLM makes ``torch.set_num_threads`` a no-op when it starts, so this must run before.
     """
     if built_for_cpu() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -107,15 +98,11 @@ def use_one_thread() -> None:
 def all_cores(model: nn.Module) -> Iterator[None]:
     """Within the block, compute with the threads that ``THREADS_VARIABLE`` allows.
 
-    A small model keeps the thread that it has. The engines of this process compute in the thread
-    that calls them, so trainer and engines take turns with the same threads. They fall asleep soon
-    after their last work (the command line sets GOMP_SPINCOUNT): threads that spin for ever take
-    the cores from whatever else is running, and those that never spin are late for the next
-    operation. Sums over several threads round differently, so a run's numbers belong to a number of
-    threads.
-
-    Raises:
-        ValueError: the variable is no number of threads.
+    A small model keeps the thread that it has. Engines of this process compute in the thread that
+    calls them, so trainer and engines take turns with the same threads. These sleep soon after
+    their last work (the command line sets GOMP_SPINCOUNT): spinning for ever takes the cores from
+    whatever else runs. Sums over several threads round differently, so a run's numbers belong to a
+    number of threads.
     """
     wanted = os.environ.get(THREADS_VARIABLE, "")
     if not wanted or not built_for_cpu() or not _is_large(model):
@@ -144,7 +131,6 @@ def use_threads(number: int) -> Iterator[None]:
 def return_freed_memory(model: nn.Module) -> None:
     """Give the memory that a large model's tensors have left back to the system, where it is glibc.
 
-    A weight sync copies the engine's weights, and rollouts and scores leave activations behind.
     glibc keeps what is free in pieces that the trainer's tensors do not fit into.
     """
     libc: Any = ctypes.CDLL(None)
@@ -160,8 +146,7 @@ def _is_large(model: nn.Module) -> bool:
 def inspect_models_in_process() -> None:
     """Let vLLM inspect a model's architecture in this process, on a CPU build.
 
-    vLLM uses a subprocess, to keep CUDA out of this process. ``hide_cuda_packages`` does not reach
-    that subprocess, and a CPU build has no CUDA to keep out.
+    ``hide_cuda_packages`` does not reach vLLM's own subprocess for it.
 
     TODO(vllm): remove with ``hide_cuda_packages``.
     """
@@ -179,8 +164,7 @@ def inspect_models_in_process() -> None:
 def keep_process_groups() -> None:
     """Stop a closing engine from destroying the process groups of the whole process.
 
-    Other engines in this process still use them, and possibly the trainer. They hold hardly any
-    memory.
+    Other engines in this process still use them, and possibly the trainer.
 
     TODO(vllm): remove once closing an engine leaves the groups of other engines alone.
     """
@@ -221,8 +205,7 @@ def import_vllm(multiprocessing: bool = False) -> Any:
 def preserved_rng() -> Iterator[None]:
     """Restore the global random states of torch, Python and NumPy after the block.
 
-    An engine seeds them when it starts, and draws from torch's when it samples. The trainer's draws
-    must not depend on that.
+    An engine seeds them when it starts, and draws from torch's when it samples.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python_state, numpy_state = random.getstate(), np.random.get_state()

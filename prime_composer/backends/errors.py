@@ -62,11 +62,7 @@ def own_words(error: BaseException) -> str:
 
 @contextmanager
 def library_errors(table: str, library: str, work: str) -> Iterator[None]:
-    """Within the block, turn a library's own errors into ``BackendFailed``, which names ``table``.
-
-    A ``ValueError``, a library that is missing, and what the system refuses stay what they are.
-    ``work`` is what the library was asked for, such as "open DIR".
-    """
+    """Within the block, turn a library's own errors into ``BackendFailed``, naming ``table``."""
     try:
         yield
     except (OSError, ImportError, MemoryError, Refused, NotWanted):
@@ -120,10 +116,7 @@ def os_error(error: BaseException) -> OSError | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within the block, let the system's errors name this file.
-
-    Those of open files name none, and libraries wrap them into errors of their own.
-    """
+    """Within the block, let the system's errors name this file; those of open files name none."""
     try:
         yield
     except Exception as error:

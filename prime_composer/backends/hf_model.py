@@ -78,10 +78,7 @@ def read_config(model: str | Path) -> Any:
 
 
 def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
-    """Return every id that ends a completion, in ascending order.
-
-    They come from the generation config, the config, and the tokenizer.
-    """
+    """Return every id that ends a completion, by configs and tokenizer, in ascending order."""
     transformers = import_transformers()
     sources = [read_config(model)]
     readers = [transformers.GenerationConfig]
@@ -142,11 +139,9 @@ def load_model(
 
 @dataclass(frozen=True)
 class OwnGenerationConfig:
-    """A model's generation_config.json, which ``save_pretrained`` writes as it is.
+    """A model's generation_config.json, which ``save_pretrained`` writes as it is; None for none.
 
-    transformers reads files that it refuses to write, such as one with a temperature and without
-    ``do_sample``. It writes others than it has read. A model without the file (None) gives its
-    copies none either.
+    transformers reads files that it refuses to write, and writes others than it has read.
     """
 
     content: bytes | None
@@ -158,7 +153,6 @@ class OwnGenerationConfig:
         return cls(None if file is None else file.read_bytes())
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the file, where there is one."""
         if self.content is not None:
             (Path(folder) / "generation_config.json").write_bytes(self.content)
 
@@ -217,10 +211,7 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Within the block, load and save without transformers' progress bars.
-
-    The run has a progress bar of its own, and two would overwrite each other.
-    """
+    """Within the block, load and save without transformers' progress bars."""
     logging = import_transformers().utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -234,8 +225,8 @@ def without_progress_bars() -> Iterator[None]:
 def checkpoint_layers(model: nn.Module) -> None:
     """Make the backward recompute each layer instead of storing its activations.
 
-    transformers only recomputes layers whose ``training`` flag is set. It is set on those layers
-    alone: the modules inside them stay in eval mode, so dropout stays off.
+    transformers only recomputes layers whose ``training`` flag is set. The modules inside them stay
+    in eval mode, so dropout stays off.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -254,10 +245,7 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def lm_head_weight(model: nn.Module) -> Tensor:
-    """Return the weight [V, d] that turns final hidden states into logits. A bias is refused.
-
-    Where it is tied to the embeddings, this is the embeddings' own weight.
-    """
+    """Return the weight [V, d] that turns final hidden states into logits. A bias is refused."""
     net: Any = model
     head = net.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
@@ -281,10 +269,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def check_plain_head(model: nn.Module) -> None:
-    """Check on four tokens that the logits are hidden states times the head's weight.
-
-    Of a model without weights (``shapes``) the form alone is looked at.
-    """
+    """Check on four tokens that the logits are hidden states times the head's weight."""
     net: Any = model
     weight = lm_head_weight(model)
     config = net.config.get_text_config()
@@ -316,7 +301,7 @@ def check_plain_head(model: nn.Module) -> None:
 def _is_plain_form(net: Any) -> bool:
     """Return whether the head gets the hidden states themselves, and its products are the logits.
 
-    Hidden states and products are random stand-ins. True for a model that does not take them.
+    Both are random stand-ins. True for a model that does not take them.
     """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -346,10 +331,7 @@ def _is_plain_form(net: Any) -> bool:
 
 @contextmanager
 def float32_head(model: nn.Module) -> Iterator[None]:
-    """Within the block, let the head of a model in half precision keep its float32 sums.
-
-    What the model does to its logits afterwards, it does in float32. No gradient passes.
-    """
+    """Within the block, let the head of a model in half precision keep its float32 sums."""
     net: Any = model
     head = net.get_output_embeddings()
     half = type(head) is nn.Linear and head.weight.dtype in (torch.float16, torch.bfloat16)
@@ -403,10 +385,7 @@ def pad(
 def sequence_logprobs(
     model: nn.Module, sequences: Sequence[Sequence[int]]
 ) -> list[Float[Tensor, " seq"]]:
-    """Return log p of every token of each sequence given those before it.
-
-    The first token has no context; its entry is NaN.
-    """
+    """Return log p of every token of each sequence given those before it; NaN at the first."""
     results = []
     for ids in sequences:
         tokens, mask = pad([ids], lm_head_weight(model).device)
@@ -417,11 +396,7 @@ def sequence_logprobs(
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices in batches of similar length.
-
-    A batch's padded size stays within ``budget`` tokens, except for one sequence that alone is
-    longer.
-    """
+    """Return indices in batches of similar length, up to ``budget`` padded tokens each."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:

@@ -1,12 +1,9 @@
 """A connection to one HTTP server that may be away for a moment, slow, or wrong.
 
 A request is sent again, with exponential back-off and jitter, where the server may come back: the
-connection fails, or the status is 408, 429, 500, 502, 503 or 504. ``Retry-After`` is honored. Each
-request waits at most ``wait`` seconds, counted from its first failure. Every answer is bounded in
-time and in size while it is read.
-
-Requests run in an event loop in a thread of their own. The calling thread reports whom it waits
-for, and leaves at once when it is interrupted.
+connection fails, or the status is one of ``RETRIED``. ``Retry-After`` is honored. Each request
+waits at most ``wait`` seconds, counted from its first failure. Every answer is bounded in time and
+in size while it is read. The calling thread leaves at once when it is interrupted.
 """
 
 import asyncio
@@ -25,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+import numpy as np
+
 from prime_composer.backends.errors import Refused, ServerError, check_wanted
-from prime_composer.backends.incoming import Incoming
 from prime_composer.extras import pip_install
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
@@ -39,43 +37,30 @@ except ModuleNotFoundError as error:
 T = TypeVar("T")
 Item = TypeVar("Item")
 
-RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses of a server that may answer later."""
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})  # Statuses of a server that may answer later
 
-FIRST_WAIT = 2.0
-"""Seconds to wait for a server that has never answered, unless it may be starting: its URL may be
-wrong."""
+FIRST_WAIT = 2.0  # Seconds for a server that has never answered: its URL may be wrong
 
 CONNECT_SECONDS = 10.0
-KEEPALIVE_SECONDS = 4.0
-"""Idle connections are closed before vLLM does it (5 s), so that a request rarely meets one that is
-being closed."""
+KEEPALIVE_SECONDS = 4.0  # Idle ones are closed before vLLM does it (5 s)
 
-SHORT_ANSWER = 2**20
-"""Bytes that any answer may have, whatever was asked."""
+ALIGNED = 64  # Bytes. An address for every dtype is a multiple of this.
+SHORT_ANSWER = 2**20  # Bytes that any answer may have, whatever was asked
 
-ERROR_BYTES = 2**16
-"""Bytes that are read of an answer that is an error."""
+ERROR_BYTES = 2**16  # Bytes that are read of an answer that is an error
 
 BACK_OFF = tenacity.wait_random_exponential(multiplier=0.1, max=10, min=0.02)
-TICK = 0.25
-"""Seconds between two looks at a pending request."""
+TICK = 0.25  # Seconds between two looks at a pending request
 
-AWAY_SECONDS = 2.0
-"""Age at which a server that is away is reported first."""
+AWAY_SECONDS = 2.0  # Age at which a server that is away is reported first
 
-QUIET_SECONDS = 60.0
-"""The same for a server that does not answer."""
+QUIET_SECONDS = 60.0  # The same for a server that does not answer
 
 NO_ANSWER = "no answer yet"
 
 
 class Away(Exception):
-    """A try failed, and another one may succeed.
-
-    Args:
-        retry_after: seconds that the server asks for.
-    """
+    """A try failed, and another one may succeed, after the seconds that the server asks for."""
 
     def __init__(
         self,
@@ -93,18 +78,14 @@ class Away(Exception):
 
 @dataclass
 class Waiting:
-    """What the progress line says: since when, for what, and at which age it is shown next.
-
-    All requests of a server share it.
-    """
+    """What a server's progress line says: since when, for what, at which age it is shown next."""
 
     since: float
     reason: str
     due: float
 
     def is_due(self, now: float) -> bool:
-        """Return whether to show the line now. The next time comes after twice the time, at most a
-        minute later."""
+        """Return whether to show the line now: at twice the age, at most a minute later."""
         if now - self.since < self.due:
             return False
         self.due = min(2 * self.due, self.due + 60.0)
@@ -143,46 +124,48 @@ def cause_of(state: tenacity.RetryCallState) -> Away:
     return error
 
 
+class Incoming:
+    """The bytes of an answer as they come; the last ``tail`` begin at an aligned address."""
+
+    def __init__(self, length: int | None, tail: int):
+        self.size = 0
+        self._grown: bytearray | None = bytearray() if length is None else None
+        if length is not None:
+            space = np.empty(length + ALIGNED, np.uint8)
+            first = -(space.ctypes.data + length - tail) % ALIGNED
+            self._view = space.data[first : first + length]
+
+    def add(self, chunk: bytes) -> None:
+        begin, self.size = self.size, self.size + len(chunk)
+        if self._grown is not None:
+            self._grown += chunk
+        else:
+            self._view[begin : self.size] = chunk
+
+    def view(self) -> memoryview:
+        whole = self._view if self._grown is None else memoryview(self._grown)
+        return whole[: self.size]
+
+
 class ConnectionOptions(TypedDict, total=False):
-    """Keyword arguments of ``Connection``, which whoever opens one passes on.
+    """Keyword arguments of ``Connection``, which whoever opens one passes on."""
 
-    Attributes:
-        wait: seconds to wait for a server that is away. 0: not at all.
-        starting: wait as long for a server that has never answered. It may still be starting.
-        status: shown whom the run waits for; None for nobody.
-        concurrency: requests sent at once.
-        timeout: seconds that one answer may take in all.
-        api_key: sent as a bearer token.
-        api_key_var: the environment variable that it comes from, for messages.
-    """
-
-    wait: float
-    starting: bool
-    status: Callable[[str], None] | None
-    concurrency: int
-    timeout: float
-    api_key: str | None
-    api_key_var: str
+    wait: float  # seconds to wait for a server that is away. 0: not at all
+    starting: bool  # wait as long for a server that has never answered
+    status: Callable[[str], None] | None  # shown whom the run waits for; None for nobody
+    concurrency: int  # requests sent at once
+    timeout: float  # seconds that one answer may take in all
+    api_key: str | None  # sent as a bearer token
+    api_key_var: str  # the environment variable that it comes from, for messages
 
 
 class Connection:
     """Sends requests to one server, many at once.
 
-    Args:
-        url: base URL. A user and a password in it are sent as Basic authentication.
-        section: the recipe's table that describes this server, for messages.
-        wait, starting, status, concurrency, timeout, api_key, api_key_var: see
-            ``ConnectionOptions``.
-
-    Attributes:
-        url: base URL without credentials, for messages.
-        concurrency: requests sent at once.
-        api_key_var: the environment variable of the API key.
-        has_key: whether an API key is sent.
-        outages: how often the server was away and came back. It may be another process since.
-
-    Raises:
-        ServerError: URL, key or environment cannot be used.
+    A user and a password in ``url`` are sent as Basic authentication, and not shown. ``section`` is
+    the recipe's table that describes this server, for messages. ``outages`` counts how often the
+    server was away and came back: it may be another process since. ``ServerError`` is raised where
+    URL, key or environment cannot be used.
     """
 
     def __init__(
@@ -221,25 +204,19 @@ class Connection:
 
     @property
     def name(self) -> str:
-        """The server as messages name it."""
         owners = {"[teacher]": "the teacher's server", "[rollout]": "the student's server"}
         return f"{owners.get(self.section, f'the server of {self.section}')} at {self.url}"
 
     def error(self, message: str, key: str | None = None) -> ServerError:
-        """Return an error about this server."""
         sentence = message[0].upper() + message[1:]
         return ServerError(sentence, url=self.url, section=self.section, key=key)
 
     def show(self, text: str) -> None:
-        """Show a line of progress."""
         if self._status is not None:
             self._status(text)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns, and meanwhile report for whom the run waits.
-
-        An exception in the calling thread, such as KeyboardInterrupt, cancels the work.
-        """
+        """Return what ``work`` returns, and meanwhile report for whom the run waits."""
         self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -273,9 +250,6 @@ class Connection:
         The answer is in memory once, while and after it comes.
 
         Args:
-            method: of HTTP.
-            path: below the base URL.
-            body: sent as JSON.
             max_bytes: largest answer.
             seconds: time for the answer, in addition to the connection's time-out.
             retried: statuses after which the request is sent again.

@@ -15,20 +15,16 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-HUB_SECONDS = 1.5
-"""Time for the hub to be out of reach for certain. Afterwards the loader tries."""
+HUB_SECONDS = 1.5  # Time for the hub to be out of reach for certain. Afterwards the loader tries.
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 WEIGHTS = {".safetensors", ".bin"}
-CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}
-"""Endings of the files that make a model: config, tokenizer, chat template, weights."""
+CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}  # Endings of a model's files
 
-SAMPLES, SAMPLE_BYTES = 1024, 4096
-"""What is read of a file for its fingerprint: so many pieces of that size, evenly spaced."""
+SAMPLES, SAMPLE_BYTES = 1024, 4096  # Pieces of a file in its fingerprint, evenly spaced
 
-CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
-"""Environment variable that names the cache folder."""
+CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"  # Environment variable that names the cache folder
 
 
 def is_path(model: str) -> bool:
@@ -56,8 +52,7 @@ def has_tokenizer(folder: Path) -> bool:
 def why_not_on_hub(model: str) -> str | None:
     """Return why a model that is no folder cannot be loaded: it is not cached, and there is no hub.
 
-    Nothing is downloaded. A model in the cache needs no hub. A hub that only answers slowly is no
-    reason: a name server may be slow, and the loader tries every address with more patience.
+    A hub that only answers slowly is no reason: the loader has more patience.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -82,8 +77,7 @@ def why_not_on_hub(model: str) -> str | None:
 def _refuses(endpoint: str) -> bool:
     """Return whether a server is out of reach for certain, within ``HUB_SECONDS``.
 
-    It is where its name does not resolve, and where every address refuses at once. Behind a proxy
-    nothing is certain.
+    Behind a proxy nothing is certain.
     """
     parts = urlsplit(endpoint)
     if parts.hostname is None or parts.scheme in getproxies() or "all" in getproxies():
@@ -130,8 +124,7 @@ def fingerprint(model: str) -> str | None:
     """Return a text that changes with a model's content; None for one that is not on this machine.
 
     For a hub id it is the cached commit. For a folder it is a hash over names and sizes of the
-    files, and over ``SAMPLES`` pieces of each: 4 MB of a file, whatever its size. A model that was
-    trained further differs there. One changed weight may be missed.
+    files, and over ``SAMPLES`` pieces of each. One changed weight may be missed.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -165,11 +158,7 @@ def unusable(folder: Path, reason: str) -> ValueError:
 
 
 def cache_root() -> Path:
-    """Return the user's cache folder.
-
-    It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
-    ~/.cache).
-    """
+    """Return ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in the user's cache folder."""
     own = os.environ.get(CACHE_VARIABLE)
     folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
     try:

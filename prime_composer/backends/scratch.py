@@ -17,11 +17,8 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Make a folder with a random name, and remove it when the block ends.
 
     What killed processes left beside it is removed first. The kernel's lock on a folder, which ends
-    with its process, says whose folder is in use.
-
-    Args:
-        prefix: how the names of all such folders begin.
-        parent: where they are; None: the system's temporary directory.
+    with its process, says whose folder is in use. ``parent`` None: the system's temporary
+    directory.
     """
     remove_left(prefix, parent)
     while True:

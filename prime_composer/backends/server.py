@@ -1,8 +1,8 @@
 """Student rollouts and teacher scores of running vLLM servers, by ``/v1/completions``.
 
-Start the servers so (GPU). On a CPU machine replace ``vllm serve DIR`` by
-``python -m prime_composer.backends.vllm_serve --model DIR``, with
-``--kv-cache-memory-bytes 1073741824`` and one ``VLLM_CPU_OMP_THREADS_BIND`` core each:
+Start the servers so (GPU). On a CPU machine replace ``vllm serve DIR`` by ``python -m
+prime_composer.backends.vllm_serve --model DIR``, with ``--kv-cache-memory-bytes 1073741824`` and
+one ``VLLM_CPU_OMP_THREADS_BIND`` core each:
 
     teacher:  vllm serve TEACHER --port 8001 --max-logprobs 64
     student:  VLLM_SERVER_DEV_MODE=1 vllm serve STUDENT --port 8000 \
@@ -13,18 +13,12 @@ processed_logprobs`` makes mu the distribution that was sampled from; it matters
 or top_p < 1. ``VLLM_SERVER_DEV_MODE=1`` opens the endpoints that reload weights and reset the
 prefix cache. Weights are passed in a directory that both sides can read.
 
-A server that is away for a moment is waited for (``backends.http``). A student's server that was
-restarted has lost the weights that it was sent: it gets them again.
-
 A server answers in JSON, about 1 MB for 256 tokens at K = 64: several times slower than an engine
 in this process.
 
-A teacher served in bfloat16 also computes its logits in bfloat16, rounded to 8 significant bits: up
-to 0.016 nat off for logits of 4 to 8, 0.06 for 16 to 32, and likewise its log-probs.
-``--hf-overrides '{"head_dtype": "float32"}'``, which ``prime-rl teacher`` adds, keeps float32 sums.
-Run with vLLM 0.32 on a CPU with ``dtype="bfloat16"``: without the option every logit is a bfloat16
-number, with it they are float32 numbers within half a unit in the last place of those. Weights and
-hidden states stay bfloat16.
+A teacher served in bfloat16 rounds its logits to 8 significant bits: up to 0.016 nat off for logits
+of 4 to 8, 0.06 for 16 to 32. ``--hf-overrides '{"head_dtype": "float32"}'``, which ``prime-rl
+teacher`` adds, keeps float32 sums. Weights and hidden states stay bfloat16.
 """
 
 import json
@@ -83,21 +77,13 @@ class Server:
         model: the model that the server should serve (its path, hub id or served name). None
             accepts any model.
         section: the recipe's table that describes this server, for messages.
-        max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
-            larger K.
-        connection: how it is asked. Without ``starting``, a server that has never answered is
-            waited for during two seconds. Completions get more time than ``timeout``, by their
-            number and length.
-
-    Attributes:
-        url: base URL without credentials.
-        model: the name that the server knows the model by.
-        concurrency: requests sent at once.
+        max_logprobs: the server's --max-logprobs, where known.
+        connection: how it is asked. Completions get more time than ``timeout``, by their number
+            and length.
 
     Raises:
         ServerError: nothing answers at the URL, it serves another model, or URL, key or environment
             cannot be used.
-        ImportError: httpx or tenacity is not installed.
     """
 
     def __init__(
@@ -127,12 +113,10 @@ class Server:
 
     @property
     def limits(self) -> Limits:
-        """The sizes that the server can handle."""
         return self._limits
 
     @property
     def origin(self) -> str:
-        """The server in words, for messages."""
         return f"{self._connection.name[0].upper()}{self._connection.name[1:]}"
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -174,7 +158,6 @@ class Server:
     async def _complete(
         self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
     ) -> memoryview:
-        """Return the answer's body."""
         path, body = "/v1/completions", completion_request(self.model, prompt, settings)
         try:
             return await self._connection.request(
@@ -224,7 +207,6 @@ class Server:
 def completion_request(
     model: str, prompt: Sequence[int], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the body of a request to ``/v1/completions``."""
     return {"model": model, "prompt": list(prompt), "return_token_ids": True, **settings}
 
 

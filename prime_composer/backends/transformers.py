@@ -20,8 +20,7 @@ from prime_composer.backends.model_files import cached_file
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.scratch import scratch_folder
 
-LENGTHENING = ("linear", "dynamic")
-"""Types of rotary positions whose ``factor`` lengthens what the config says."""
+LENGTHENING = ("linear", "dynamic")  # Types whose ``factor`` lengthens the config's positions
 
 
 def window(model: str | Path) -> int | None:
@@ -38,10 +37,7 @@ def window(model: str | Path) -> int | None:
 
 
 def window_of(config: Any) -> int | None:
-    """Return how many positions a model has, as vLLM counts them; None where nothing limits them.
-
-    Its length is the scaled one, except for rotary positions of the types in ``LENGTHENING``.
-    """
+    """Return how many positions a model has, as vLLM counts them; None for no limit."""
     config = config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or getattr(
         config, "max_seq_len", None
@@ -57,10 +53,9 @@ def window_of(config: Any) -> int | None:
 
 
 def fix_frequencies(model: nn.Module, context: int | None) -> None:
-    """Fix rotary frequencies that follow the longest position of a batch, for sequences up to
-    ``context`` tokens, as vLLM does: a row's log-probs then depend on the row alone.
+    """Fix rotary frequencies that follow the longest position of a batch, up to ``context``.
 
-    Frequencies that are fixed already stay. None is the model's own length.
+    A row's log-probs then depend on the row alone, as in vLLM. None is the model's own length.
     """
     net: Any = model
     length = context or window_of(net.config)
@@ -84,10 +79,7 @@ def fix_frequencies(model: nn.Module, context: int | None) -> None:
 
 
 def try_saving(model: Any, tokenizer: Any) -> None:
-    """Refuse a model or tokenizer that a scratch folder does not give back as it was.
-
-    Weights are left out. ``save_pretrained`` of the model has transformers' signature.
-    """
+    """Refuse a model or tokenizer that a scratch folder does not give back as it was."""
     transformers = import_transformers()
     what = "config, generation config and adapter"
     with scratch_folder("prime_composer_trial_") as folder:
@@ -117,11 +109,7 @@ def try_saving(model: Any, tokenizer: Any) -> None:
 
 
 class LoadedModel:
-    """A transformers model in memory: what sampler and scorer share.
-
-    ``max_model_len`` is within the model's own window, which is also that of None. Rotary
-    frequencies are fixed for it.
-    """
+    """A transformers model in memory, within its own window: what sampler and scorer share."""
 
     def __init__(
         self,
@@ -145,12 +133,10 @@ class LoadedModel:
 
     @property
     def origin(self) -> str:
-        """The model in words, for messages."""
         return "The model in memory" if self._source is None else f"The model {self._source}"
 
     @property
     def model(self) -> Any:
-        """The model itself."""
         if self._model is None:
             raise ValueError("This backend is closed; make a new one.")
         return self._model

@@ -1,15 +1,13 @@
 """Student rollouts and teacher scores from vLLM engines inside this process.
 
-Log-probs. The sampler's engine has ``logprobs_mode="processed_logprobs"``: mu is the distribution
-that a token was drawn from, after temperature and after top-p removed the tail and the rest was
-renormalized. At temperature 1 and top_p 1 mu is the policy itself. A greedy rollout (temperature 0)
-is drawn from a point mass, so its log mu is 0. The scorer's log-probs are always those of the full
-vocabulary at temperature 1, whatever the rollout was sampled with; they are computed by the code of
+The sampler's engine has ``logprobs_mode="processed_logprobs"``: mu is the distribution that a token
+was drawn from, after temperature and after top-p removed the tail and the rest was renormalized. A
+greedy rollout (temperature 0) is drawn from a point mass, so its log mu is 0. The scorer's
+log-probs are always those of the full vocabulary at temperature 1; they are computed by the code of
 the scoring plugin (``prime_composer.scoring``), head and ranking on the trained tokens alone.
 
-On a CPU build the engine is eager, and its key-value cache has a fixed size. On a CUDA build vLLM's
-own defaults hold, except for the share of GPU memory. The CUDA settings follow vLLM's documentation
-and were not run.
+On a CPU build the engine is eager, and its key-value cache has a fixed size. The CUDA settings
+follow vLLM's documentation and were not run.
 """
 
 import gc
@@ -48,24 +46,19 @@ from prime_composer.scoring import patches
 from prime_composer.scoring.head import head_dtype_of
 from prime_composer.scoring.wire import FLOAT32_HEAD
 
-GPU_MEMORY_SHARE = 0.3
-"""Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
+GPU_MEMORY_SHARE = 0.3  # Per engine: sampler, scorer and trainer share one GPU
 
-CPU_BLOCK = 128
-"""Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
+CPU_BLOCK = 128  # Tokens of a block of the cache, the smallest that the CPU build allocates
 
-USUAL_WINDOW = 2048
-"""Positions that vLLM gives a model whose config names none."""
+USUAL_WINDOW = 2048  # Positions that vLLM gives a model whose config names none
 
-MOST_SEQUENCES = 256
-"""Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
+MOST_SEQUENCES = 256  # Side by side at most: vLLM's own default on a CPU build
 
 
 class VLLMEngine:
     """A vLLM engine in this process: what sampler and scorer share.
 
     Args:
-        model: a directory or a hub id.
         dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
             bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
             ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
@@ -75,10 +68,8 @@ class VLLMEngine:
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
         sequences: how many run side by side; on a CPU build the key-value cache has room for them
             within 1 GiB, and further ones of a call wait for their turn.
-        gpu_memory_utilization: share of the GPU's memory for this engine; unused on a CPU build.
         eos_token_ids: ids that end a completion, in addition to ``SamplingParams.stop_token_ids``.
             None reads them from the model's generation config, config and tokenizer.
-        engine_args: any other argument of ``vllm.LLM``, for example ``{"max_num_seqs": 64}``.
     """
 
     logprobs_mode: ClassVar[str] = "raw_logprobs"
@@ -150,7 +141,6 @@ class VLLMEngine:
 
     @property
     def llm(self) -> Any:
-        """The ``vllm.LLM`` itself."""
         if self._llm is None:
             raise ValueError(f"The engine of {self.model} is closed; make a new one.")
         return self._llm
@@ -160,12 +150,9 @@ class VLLMEngine:
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in prompt order.
 
-        The same seed and weights give the same rollouts. A raw engine's log mu is right at
-        temperature 1 and top-p 1, or greedy.
-
         The engine draws from torch's global generator, which is seeded for the call and restored
         after it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled
-        prompt.
+        prompt. A raw engine's log mu is right at temperature 1 and top-p 1, or greedy.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
@@ -211,16 +198,13 @@ class VLLMEngine:
         """Load the model's weights in place, and drop every prefix cached with the old ones.
 
         A CPU build loads by ``PackedWeights``. Any other, and a model of other layers than plain
-        matrices, loads by vLLM's ``reload_weights``.
+        matrices, loads by vLLM's ``reload_weights``. Unlike ``named_parameters()``,
+        ``weights_to_load`` lists a tied ``lm_head.weight``; without it that silently keeps the CPU
+        engine's old, repacked head.
 
-        The names come from ``weights_to_load``. Unlike ``named_parameters()`` it lists
-        ``lm_head.weight`` when that is tied to the embeddings; without it ``reload_weights``
-        silently keeps the CPU engine's old, repacked head.
-
-        Weights are packed with the number of threads that the engine was opened with. vLLM 0.32 on
+        Weights are packed with the number of threads that the engine was opened with: vLLM 0.32 on
         a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
-        another number: 192 x 64 with two threads after one, 896 x 896 with eight. Products may have
-        any number.
+        another number (192 x 64 with two threads after one). Products may have any number.
 
         TODO(vllm): leave the threads alone once a packed weight does not depend on them.
         """
@@ -234,10 +218,7 @@ class VLLMEngine:
         return_freed_memory(model)
 
     def drop_weights(self) -> None:
-        """Free the packed weights of a CPU build, until ``update_weights`` brings the next ones.
-
-        The engine answers nothing meanwhile.
-        """
+        """Free the packed weights of a CPU build, until ``update_weights`` brings the next ones."""
         if self._packed is not None:
             self.llm.collective_rpc(self._packed.drop)
 
@@ -272,10 +253,7 @@ class VLLMEngine:
 
 
 class VLLMSampler(VLLMEngine):
-    """Rollouts from a vLLM engine in this process (``protocols.Sampler``): log mu is processed.
-
-    See ``VLLMEngine`` for the arguments.
-    """
+    """Rollouts from a vLLM engine in this process (``protocols.Sampler``): log mu is processed."""
 
     logprobs_mode = "processed_logprobs"
 
@@ -283,10 +261,7 @@ class VLLMSampler(VLLMEngine):
 def default_kv_cache_bytes(
     model: str, dtype: str, max_model_len: int | None, sequences: int
 ) -> int:
-    """Return room for sequences of full length, at most ``MOST_SEQUENCES``.
-
-    It is between 64 MiB and 1 GiB, and there is room for two sequences in any case.
-    """
+    """Return room for sequences of full length, two at least, from 64 MiB to 1 GiB."""
     per_sequence = bytes_of_a_sequence(read_config(model), dtype, max_model_len)
     wanted = min(sequences, MOST_SEQUENCES) * per_sequence
     return max(2 * per_sequence, min(max(wanted, 64 * 2**20), 2**30))
@@ -295,7 +270,7 @@ def default_kv_cache_bytes(
 def dynamic_rope(config: Any, context: int | None) -> dict[str, Any]:
     """Return ``hf_overrides`` with which rotary positions of type "dynamic" reach ``context``.
 
-    vLLM reads beyond its table's end there. These give it the frequencies of ``fix_frequencies``.
+    vLLM reads beyond its table's end there.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if context is None or rope.get("rope_type") != "dynamic" or "max_trained_positions" in rope:
@@ -306,10 +281,7 @@ def dynamic_rope(config: Any, context: int | None) -> dict[str, Any]:
 
 
 def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
-    """Return the bytes of a sequence in the key-value cache of a CPU build.
-
-    It has ``length`` tokens; None is the model's limit.
-    """
+    """Return the bytes of a sequence in the key-value cache of a CPU build."""
     length = length or window_of(config) or USUAL_WINDOW
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -323,8 +295,7 @@ def foreign_classes_kept() -> Iterator[None]:
     """Within the block, let vLLM compile no class but its own.
 
     vLLM runs an architecture that it has no model for with transformers' own class. Its decorator
-    changes that class in place, and with it the trainer's model. Without it such an engine is
-    eager, as every one on a CPU.
+    changes that class in place, and with it the trainer's model.
     """
     from vllm.compilation import decorators
 
@@ -349,10 +320,9 @@ def foreign_classes_kept() -> Iterator[None]:
 class PackedWeights:
     """The parameters that a CPU build has packed for oneDNN in this process, and removed.
 
-    vLLM's ``reload_weights`` restores such parameters for every layer of every model, and spends
-    most of its time on finding out which tensors belong together. Here the parameters stay, without
-    their memory. So a load is that of the engine's start: ``load_weights`` of vLLM's model, and
-    then vLLM's ``process_weights_after_loading``, which packs.
+    vLLM's ``reload_weights`` restores such parameters for every layer, and spends most of its time
+    on finding out which tensors belong together. Here the parameters stay, without their memory, so
+    that a load is that of the engine's start.
     """
 
     # layer, parameter with vLLM's loader, and shape, as the layer has it while weights are loaded
@@ -373,8 +343,8 @@ class PackedWeights:
     def load(self, worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights in place, in vLLM's worker.
 
-        Each parameter is freed once it is packed. So after ``drop`` the engine never takes more
-        than its weights and one layer's. Without it the old packed weights are there as well.
+        Each parameter is freed once it is packed: after ``drop`` the engine never takes more than
+        its weights and one layer's.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -407,10 +377,7 @@ def packed_weights() -> Iterator[PackedWeights]:
 def freed_once_packed(
     take: Callable[[nn.Module, nn.Parameter, torch.Size], None],
 ) -> Iterator[None]:
-    """Within the block, free each parameter that vLLM has packed and removed from its layer.
-
-    ``take`` is given the layer, the parameter, and its shape before.
-    """
+    """Within the block, free each parameter that vLLM has packed and removed from its layer."""
     from vllm.model_executor.layers import utils
 
     module: Any = utils

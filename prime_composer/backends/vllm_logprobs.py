@@ -1,23 +1,18 @@
 """Read the JSON of a vLLM server: ``prompt_logprobs`` with their top K, and completions.
 
-This is the only reader of ``prompt_logprobs``: the client of served teachers (``teachers.client``)
-and the sampler of a server use it. An engine inside this process, and a server with the scoring
-plugin, return arrays instead.
-
 Types are exact: a JSON true, string or null is no number, and 5.0 is no token id. The values are
 checked by ``backends.answers``, which the callers of this module run on what it returns.
 
-Layout. vLLM returns one row per token, None for the first token. The other rows map token ids to
-``{logprob, rank}``. A row holds the top K and the sequence's own token, so it has K or K + 1
-entries; the own token comes first and the order of the rest is not documented.
+vLLM returns one row per token, None for the first token. The others map token ids to ``{logprob,
+rank}``. A row holds the top K and the sequence's own token, so it has K or K + 1 entries; the own
+token comes first and the order of the rest is not documented.
 
 Ties. vLLM gives the top K the ranks 1 to K, distinct even where log-probs are equal. It gives an
 own token outside the top K the number of ids that are at least as probable, itself included
-(``batched_count_greater_than`` and ``_ranks_kernel`` of vLLM 0.32, both ``>=``): K + 1 or more,
-also where it ties with the K-th. Rank therefore identifies the top K without exception, and
-dropping the own token of a row of K + 1 entries selects the same ids. Taking the K largest
-log-probs would not: an own token that ties with the K-th could displace it. Where ranks are equal,
-as other servers may write them, the larger log-prob wins, and then the earlier entry.
+(``batched_count_greater_than`` and ``_ranks_kernel`` of vLLM 0.32, both ``>=``): K + 1 or more.
+Rank therefore identifies the top K without exception. Taking the K largest log-probs would not: an
+own token that ties with the K-th could displace it. Where ranks are equal, as other servers may
+write them, the larger log-prob wins, and then the earlier entry.
 """
 
 import json
@@ -37,16 +32,13 @@ from prime_composer.contract import InvalidAnswer, Scores
 
 T = TypeVar("T")
 
-ENTRY_BYTES = 256
-"""Room for one entry of a row in JSON. vLLM writes about 90 bytes, the decoded token included."""
+ENTRY_BYTES = 256  # Of a row in JSON. vLLM writes about 90, the decoded token included
 
-FIXED_BYTES = 2**16
-"""Room for what does not grow with the tokens."""
+FIXED_BYTES = 2**16  # Room for what does not grow with the tokens
 
 TEACHER = "The teacher's server"
 
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""A token id, a rank or an index."""
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # A token id, a rank or an index
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -56,8 +48,7 @@ class Entry(msgspec.Struct, gc=False):
     rank: Natural
 
 
-Row = dict[Natural, Entry] | None
-"""Token id -> entry at one position; None at the first token."""
+Row = dict[Natural, Entry] | None  # Token id -> entry at one position; None at the first token
 
 
 class Choice(msgspec.Struct):
@@ -100,25 +91,12 @@ def asked_for(k: int) -> int:
 
 
 def answer_bytes(tokens: int, k: int) -> int:
-    """Return the most bytes that a right answer may have, about three times what vLLM writes.
-
-    Args:
-        tokens: length of the sequence that is scored, or of all completions together.
-        k: entries per token that were asked for.
-    """
+    """Return the most bytes that a right answer may have, about three times what vLLM writes."""
     return FIXED_BYTES + ENTRY_BYTES * tokens * (k + 1)
 
 
 def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
-    """Decode the rows of an answer; empty where it has no prompt_logprobs.
-
-    Args:
-        content: the answer's body.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: the content is no such answer.
-    """
+    """Decode the rows of an answer; empty where it has no prompt_logprobs."""
     answer = _decode(content, Answer, "prompt_logprobs", origin)
     if len(answer.choices) > 1:
         raise InvalidAnswer(f"{origin} gave {len(answer.choices)} choices, where one was expected.")
@@ -128,11 +106,7 @@ def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
 
 
 def read_completions(content: bytes, origin: str) -> list[Completion]:
-    """Decode the completions of an answer, by index.
-
-    Raises:
-        InvalidAnswer: the content is no such answer.
-    """
+    """Decode the completions of an answer, by index."""
     choices = _decode(content, Completions, "completions with token ids and log-probs", origin)
     return sorted(choices.choices, key=lambda choice: choice.index)
 
@@ -140,8 +114,7 @@ def read_completions(content: bytes, origin: str) -> list[Completion]:
 def _decode(content: bytes, kind: type[T], expected: str, origin: str) -> T:
     """Decode JSON of exact types.
 
-    vLLM clamps infinities to -9999. Other servers may write the ``-Infinity`` of Python's json,
-    which is not JSON: what msgspec cannot read is read by json.
+    Other servers than vLLM may write the ``-Infinity`` of Python's json, which is not JSON.
     """
     try:
         try:
@@ -160,24 +133,10 @@ def _decode(content: bytes, kind: type[T], expected: str, origin: str) -> T:
 def top_k_of(
     token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str = TEACHER, start: int = 1
 ) -> Scores:
-    """Return the scores of ``token_ids`` from ``start`` on, with the top K of each by rank.
+    """Return the scores of ``token_ids`` from ``start`` (at least 1) on, with the top K of each.
 
-    They are not checked.
-
-    The loop over positions is Python; entries are only touched by C. The orchestrator runs this
-    next to its event loop.
-
-    Args:
-        token_ids: the sequence that was scored, n ids.
-        rows: what ``read_answer`` returned, one per token.
-        k: entries per position of the support that were asked for. vLLM adds the own token where
-            it is not one of them.
-        origin: who answered, for messages.
-        start: position of the first token of interest, at least 1.
-
-    Raises:
-        InvalidAnswer: rows and tokens do not match, or a row lacks its own token, or has not K
-            entries and its own token. A row of JSON that names an id twice has one entry less.
+    They are not checked. The loop over positions is Python; entries are only touched by C. The
+    orchestrator runs this next to its event loop.
     """
     n = len(token_ids)
     if len(rows) != n:

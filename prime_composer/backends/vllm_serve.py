@@ -1,8 +1,8 @@
 """``vllm serve`` for a CPU machine: ``python -m prime_composer.backends.vllm_serve --model DIR``.
 
-All options are vLLM's. On a GPU machine use ``vllm serve DIR`` itself. The CPU build's own command
-does not start: its launcher asks for a distribution named "vllm", and the CUDA torchvision beside
-it does not load (``cpu_guard``). On a CPU build the options of ``cpu_server`` are added.
+All options are vLLM's, and ``cpu_server`` adds some. The CPU build's own command does not start:
+its launcher asks for a distribution named "vllm", and the CUDA torchvision beside it does not load
+(``cpu_guard``).
 
 TODO(vllm): remove once the CPU build's ``vllm serve`` starts.
 """

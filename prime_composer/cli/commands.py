@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and print a user's mistake as one message without a traceback.
 
-    ``PYTHONDEVMODE=1`` keeps the traceback, for whoever suspects a bug.
-
-    Args:
-        argv: the words after the program's name; None: those of this process.
-
-    Returns:
-        The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 128 + n
-        after signal n, so 130 after Ctrl-C.
+    ``PYTHONDEVMODE=1`` keeps the traceback, for whoever suspects a bug. The exit status is 0; 1
+    where a run failed; 2 for a wrong command, recipe or set-up; 128 + n after signal n, so 130
+    after Ctrl-C.
     """
     parser = build_parser()
     args = parser.parse_args(argv)

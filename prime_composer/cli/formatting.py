@@ -5,8 +5,7 @@ from typing import Any
 
 from prime_composer.problems.metrics import TITLES
 
-MISSING = "–"
-"""The cell of a value that was not measured."""
+MISSING = "–"  # The cell of a value that was not measured
 
 
 def percent(value: float | None) -> str:

@@ -19,11 +19,10 @@ whatever else is running."""
 def set_environment() -> None:
     """Set what torch reads from the environment when it is imported; the user's own values stay.
 
-    On a CPU, torch and vLLM keep to one OpenMP thread. Two engines and a trainer share the cores of
-    one process, and with several spinning threads each, generation was up to twelve times slower.
-    Where a large model gets all cores (``cpu_guard.all_cores``), its threads soon fall asleep when
-    there is no work. torch's warning about NUMA binding appears once per engine and would break the
-    progress bar.
+    On a CPU, torch and vLLM keep to one OpenMP thread: with several spinning threads each,
+    generation was up to twelve times slower. Where a large model gets all cores
+    (``cpu_guard.all_cores``), its threads soon fall asleep. torch's warning about NUMA binding
+    would break the progress bar.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not has_nvidia_gpu() and "OMP_NUM_THREADS" not in os.environ:

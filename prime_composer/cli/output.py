@@ -62,10 +62,7 @@ class Output:
 
 @contextmanager
 def forgiving_output() -> Iterator[None]:
-    """Within the block, a command survives the loss of its output and letters that it lacks.
-
-    A logger's thread that the disk has no room for says so in one line.
-    """
+    """Within the block, a command survives the loss of its output and letters that it lacks."""
     codecs.register_error(_ERRORS, _substitute)
     before = sys.stdout, sys.stderr, threading.excepthook
 

@@ -35,18 +35,13 @@ from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
-PASSED = {"ok": True, "failed": False, "skipped": None}
-"""The results of a check in JSON. A warning is no result."""
+PASSED = {"ok": True, "failed": False, "skipped": None}  # A check's; a warning is no result
 
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
-    """Prepare a recipe's small models, measure, and print tables or one JSON object.
-
-    Progress and failed checks go to standard error, the result to standard output. The exit status
-    is 1 where a check failed, those of ``rl --dry-run`` included.
-    """
+    """Prepare a recipe's small models, measure, and print tables or one JSON object."""
     report = _measured(recipe)
     if not as_json:
         print_probe(report)
@@ -264,7 +259,6 @@ def teacher_tables(teachers: Mapping[str, TeacherReport]) -> list[Table]:
 
 
 def step_table(step: StepForecast, student: StudentReport) -> Table:
-    """Return the forecast of a step."""
     column = "" if step.column is None else f" at K = {step.column}"
     column = " with hidden states" if step.column == "states" else column
     rows = {
@@ -303,7 +297,6 @@ def seconds(value: float | None) -> str | None:
 
 
 def hash_cell(model: ModelFacts, name: str) -> str:
-    """Format a hash of the tokenizer's."""
     if model.tokenizer is None:
         return "cannot be asked"
     without = "none" if model.tokenizer.from_files else "cannot be asked"
@@ -319,7 +312,6 @@ def eos_cell(model: ModelFacts) -> str | None:
 
 
 def largest_cell(teacher: TeacherReport) -> str | None:
-    """Format the largest K."""
     if teacher.facts.largest_k is None:
         return None
     return ("" if teacher.facts.largest_k_exact else "at least ") + f"{teacher.facts.largest_k:,}"
@@ -345,19 +337,16 @@ def agreement_cell(agreement: Agreement | None) -> str | None:
 
 
 def speed_cell(entry: Throughput) -> str:
-    """Format a speed."""
     if entry.tokens_per_second is None:
         return "refused"
     return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g})"
 
 
 def version_cell(plugin: PluginReport) -> str:
-    """Format whether a server has the scoring plugin."""
     return "none" if plugin.version is None else f"version {plugin.version}, vLLM {plugin.vllm}"
 
 
 def head_cell(plugin: PluginReport) -> str | None:
-    """Format an output head."""
     head = plugin.head
     if head is None:
         return None

@@ -6,8 +6,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-NAMES = ("prime-rl", "prime-composer")
-"""Names of the installed command. The second is for whoever takes the first one for PRIME-RL's."""
+NAMES = ("prime-rl", "prime-composer")  # The second is for whoever takes the first for PRIME-RL's
 
 TASKS = {
     "Before a run": ("check", "probe", "prepare"),

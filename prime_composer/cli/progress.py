@@ -10,15 +10,11 @@ from prime_composer.cli.formatting import kl_title, score, scores_in
 from prime_composer.local.tracker import is_evaluated
 from prime_composer.problems.metrics import TITLES
 
-LINE_EVERY = 10
-"""Steps between two lines where the output is no terminal."""
+LINE_EVERY = 10  # Steps between two lines where the output is no terminal
 
 
 class Screen:
-    """Show step, loss and tokens per second in a bar, and a line for each evaluation above it.
-
-    ``done`` are the steps that a resumed run has behind it.
-    """
+    """Show step, loss and tokens per second in a bar, and a line for each evaluation above it."""
 
     def __init__(self, total: int, done: int = 0):
         # Paths and the names of sections contain brackets and colons that are no markup.
@@ -47,7 +43,6 @@ class Screen:
         self.close()
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
         self._progress.stop()
 
     def status(self, text: str) -> None:

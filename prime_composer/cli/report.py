@@ -43,22 +43,15 @@ SHARES = {
 }
 """Column of a report -> what a step measures of each environment, and how it is shown."""
 
-FOLDED_NAME = 10
-"""Letters of a name in a row, where a terminal has no room for more."""
+FOLDED_NAME = 10  # Letters of a name in a row, where a terminal has no room for more
 
-ANSWERS_SHOWN = 3
-"""Questions that a report shows with their answers."""
+ANSWERS_SHOWN = 3  # Questions that a report shows with their answers
 
-LETTERS_SHOWN = 320
-"""Length up to which a question or an answer is printed."""
+LETTERS_SHOWN = 320  # Length up to which a question or an answer is printed
 
 
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:
-    """Print the table at the end of a run: teacher, student before, student after.
-
-    ``evaluations`` has what was measured by step; step 0 is before training. ``steps`` are
-    finished.
-    """
+    """Print the table at the end of a run: teacher, student before, student after."""
     before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
     environments = titles_of({name: one.model_dump() for name, one in recipe.environments.items()})
     console().print(
@@ -87,11 +80,7 @@ def outcome_table(
     after: Mapping[str, Any],
     environments: Mapping[str, str],
 ) -> Table:
-    """Return the table of two evaluations of a run: teacher, student before, student after.
-
-    ``before`` has the teacher's scores. ``environments`` are the recipe's titles by name, where
-    there are several.
-    """
+    """Return the table of two evaluations of a run: teacher, student before, student after."""
     table = Table(title=title)
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
@@ -129,10 +118,7 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 
 
 def print_size(run_dir: Path) -> None:
-    """Print the size of a student that stays rounded: its information, and its newest checkpoint.
-
-    Nothing is printed for other runs.
-    """
+    """Print the size of a student that stays rounded, and of its newest checkpoint."""
     first = next(iter(read_metrics(run_dir)), {})
     if "student/rounded" not in first:
         return
@@ -152,12 +138,7 @@ def print_size(run_dir: Path) -> None:
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the answers of the student before and after training, and of
-    the teacher, as far as there are any.
-
-    Questions whose answer became right come first, then those with another answer than before. The
-    file may hold later steps of an earlier attempt: only those of ``steps`` are read.
-    """
+    """Print held-out questions with the answers before and after training, and the teacher's."""
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:
         return
@@ -209,8 +190,7 @@ def _verdict(answer: Answer) -> Text:
 
 
 def shown(text: str) -> Text:
-    """Return a model's or a data set's text for a table: on one line, without what a terminal would
-    obey, and cut visibly."""
+    """Return a text for a table: on one line, without what a terminal would obey, and cut."""
     line = " ".join(text.split())
     letters = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line
@@ -222,10 +202,7 @@ def shown(text: str) -> Text:
 
 
 def print_report(runs: Sequence[str | Path]) -> None:
-    """Print one row per run: its loss, and its numbers at the first and the last evaluation.
-
-    A single run also shows its environments and answers.
-    """
+    """Print one row per run: its loss, and its numbers at the first and the last evaluation."""
     read = [(run, read_metrics(run)) for run in runs]
     named = dict.fromkeys(name for _, records in read for name in scores_in(records))
     titles = [TITLES[name] for name in named] or ["accuracy"]
@@ -295,11 +272,7 @@ def print_shares(evaluated: Sequence[Mapping[str, Any]]) -> None:
 def print_table(
     screen: Console, head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1
 ) -> None:
-    """Print a table; in a narrow terminal a block for each row. No number is left out or cut.
-
-    The first cell of a row names it in a block. The first ``names`` columns are names, which are
-    folded before the table is.
-    """
+    """Print a table; in a narrow terminal a block for each row. No number is left out or cut."""
     any_width = screen.options.update(max_width=sys.maxsize)
     for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
         table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -322,11 +295,7 @@ def print_table(
 
 
 def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) -> None:
-    """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG.
-
-    The score is accuracy or a graded metric, of several the first one, with the teacher's. Without
-    one it is the share of answers that were cut. A single run also shows the parts of its loss.
-    """
+    """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG."""
     several = len(runs) > 1
     read = [(run, read_metrics(run)) for run in runs]
     counted = counts_in([record for _, records in read for record in records])
@@ -427,10 +396,7 @@ def plain(text: str) -> str:
 
 
 def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Name the loss and the metrics that add up to it.
-
-    These are the KL within the support and the mass outside it, or the channels of ``compose``.
-    """
+    """Name the loss and the metrics that add up to it."""
     names = dict.fromkeys(name for record in records for name in record)
     parts = ("/kl_in_support", "/kl_mass", "/loss")
     others = ("rollout/", "eval/", "teacher/")  # which may end with an environment's name
@@ -465,10 +431,7 @@ def _table_of(run: str | Path, name: str) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Return the terminal, or 120 columns where the output is a pipe or a file.
-
-    The names of runs and losses may contain brackets; nothing is read as markup.
-    """
+    """Return the terminal, or 120 columns where the output is a pipe. Nothing is markup."""
     terminal = Console(markup=False, emoji=False, highlight=False)
     if not terminal.is_terminal:
         terminal.width = 120

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 
 def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
-    """Prepare the recipe's models, train, show the outcome, and return the exit status.
-
-    It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
-    """
+    """Prepare the recipe's models, train, show the outcome, and return the exit status."""
     from prime_composer.local.run_dir.plan import require_libraries
 
     check_island(wish.recipe.diloco, island is not None)
@@ -132,10 +129,7 @@ def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
 
 
 def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
-    """Return the command line that continues a run from one of its checkpoints, to be pasted.
-
-    ``named`` is the directory that it names, ``run_dir`` or the one of all islands.
-    """
+    """Return the command line that continues a run from one of its checkpoints, to be pasted."""
     newest = list_checkpoints(run_dir)[-1].step
     words = ["--output-dir", str(named), "--resume"]
     words += [] if step == newest else ["--step", str(step)]
@@ -148,10 +142,7 @@ def _named(wish: Wish, run_dir: Path) -> Path:
 
 
 def plan_local(wish: Wish) -> int:
-    """Check all that ``run_local`` checks before it loads a model, and print what it would do.
-
-    Runs nothing and writes nothing.
-    """
+    """Check all that ``run_local`` checks before it loads a model, and print what it would do."""
     from prime_composer.local.run_dir.plan import plan
 
     problems = load_sources(wish.recipe)

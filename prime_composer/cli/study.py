@@ -1,8 +1,7 @@
 """Run variants of one recipe over several seeds, from the same start and rollout budget.
 
-A study file (``study_file``) names the base recipe, the overrides of each variant, and the seeds.
 Every run is a process of its own (``prime-rl rl``) in ``<study>/<variant>-seed<N>``. Finished runs
-are kept, so the same command continues a stopped study. ``study_report`` compares the runs.
+are kept, so the same command continues a stopped study.
 """
 
 import signal
@@ -32,10 +31,7 @@ def plan_study(
     changes: Sequence[str] = (),
     overwrite: bool = False,
 ) -> int:
-    """Check what ``run_study`` would check before a model is loaded, and print what it would do.
-
-    Runs nothing and writes nothing.
-    """
+    """Check what ``run_study`` would check before a model is loaded, and print what it would do."""
     study, runs = load_study(path, output_dir, changes)
     print(introduction(study, runs))
     left, rollouts = [], 0
@@ -64,12 +60,10 @@ def run_study(
     changes: Sequence[str] = (),
     overwrite: bool = False,
 ) -> int:
-    """Run what is missing of a study, draw the comparison and print its table.
+    """Run what is missing of a study, draw and print the comparison, and return the exit status.
 
-    With ``overwrite``, its runs of before are deleted first, once all variants are checked. A run
-    that diverges is named at the end, and the others continue. A wrong set-up stops the study.
-    Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished runs. The
-    exit status is 0, 1 if a run failed, or 128 + n after signal n.
+    A run that diverges is named at the end, and the others continue. A wrong set-up stops the
+    study. A signal stops it after the current step, and compares the finished runs.
     """
     study, runs = load_study(path, output_dir, changes)
     print(introduction(study, runs), flush=True)
@@ -152,11 +146,7 @@ def delete(runs: Sequence[Run]) -> None:
 
 
 def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
-    """Run what is not finished, ``jobs`` at a time, and print each result.
-
-    ``failed`` gets the names of the runs that diverged. A signal is raised once the runs have
-    written their checkpoints.
-    """
+    """Run what is not finished, ``jobs`` at a time, and print each result."""
     waiting = deque((f"[{index}/{len(runs)}] {run.name}", run) for index, run in enumerate(runs, 1))
     active: list[tuple[str, Run, Process]] = []
     try:
@@ -183,8 +173,7 @@ def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
 
 
 def start(run: Run) -> Process:
-    """Start or resume one run in a process of its own; its output goes to a log beside its
-    directory."""
+    """Start or resume one run in a process of its own, with a log beside its directory."""
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
     if run.recipe.diloco is not None:
@@ -222,8 +211,7 @@ def succeeded(run: Run, status: int) -> bool:
 def stop(processes: Sequence[Process], signum: int) -> None:
     """Send a signal to the processes and wait for them.
 
-    The first signal makes a run leave a checkpoint. Each further one that comes here is passed on,
-    and the second one ends a run.
+    Each further one that comes here is passed on, and the second one ends a run.
     """
     for process in processes:
         process.send_signal(signum)

@@ -23,8 +23,7 @@ from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tables import Table
 
-BUDGET = re.compile(r"trainer\.(steps|batch_size)")
-"""Keys of ``SAME`` that a study of budgets may vary."""
+BUDGET = re.compile(r"trainer\.(steps|batch_size)")  # What of ``SAME`` a study of budgets may vary
 
 SAME = re.compile(
     r"student(\.(?!(quantize|lora)(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
@@ -109,7 +108,6 @@ class StudyConfig(Table):
 
     @property
     def items_of(self) -> dict[str, tuple[str, ...]]:
-        """Variant -> its items."""
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
@@ -144,18 +142,13 @@ class Run:
 
     @property
     def tables(self) -> Tables:
-        """The recipe as ``recipe.json`` has it."""
         return self.recipe.model_dump(mode="json")
 
 
 def load_study(
     path: str | os.PathLike[str], output_dir: str | None = None, changes: Sequence[str] = ()
 ) -> tuple[StudyConfig, list[Run]]:
-    """Read and validate a study file, and the recipe of every variant.
-
-    ``changes`` are ``section.key=value`` items for all variants, after their own. The runs come
-    seed by seed, so that a stopped study has whole seeds to compare.
-    """
+    """Read and validate a study file, and the recipe of every variant."""
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
     for item in (*changes, *study.overrides, *itertools.chain(*study.items_of.values())):
@@ -192,10 +185,7 @@ def _check_same_budget(runs: Sequence[Run], path: Path, same_budget: bool) -> No
 
 
 def is_finished(run: Run) -> bool:
-    """Check whether the run's directory contains its last step, with the evaluation after it.
-
-    A run that holds nothing out evaluates nothing, as its step 0 shows.
-    """
+    """Check whether the run's directory contains its last step, with the evaluation after it."""
     run_dir = run.first
     if not (run_dir / RECIPE_FILE).exists():
         return False

@@ -12,22 +12,15 @@ from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
 
-Text = Callable[[float | None], str]
-"""Formats a value."""
+Text = Callable[[float | None], str]  # Formats a value
 
-Series = Sequence[Mapping[str, int | float]]
-"""Step, mean, min and max of each measurement that all seeds have."""
+Series = Sequence[Mapping[str, int | float]]  # Step, mean, min and max, where all seeds have them
 
-Results = Mapping[str, Any]
-"""The contents of ``results.json``."""
+Results = Mapping[str, Any]  # The contents of ``results.json``
 
 
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
-    """Write results.json, table.md and study.png beside the runs, and print the table.
-
-    The figure is of the ends where there is a grid, or no evaluation between start and end.
-    A terminal shows it as a table, a log as the Markdown of table.md.
-    """
+    """Write results.json, table.md and study.png beside the runs, and print the table."""
     folder = runs[0].run_dir.parent
     results, combinations, grid = compare(study, runs), list(study.combinations), list(study.grid)
     numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
@@ -47,7 +40,6 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
 
 
 def in_short(run: Run) -> str:
-    """Format a finished run as one line."""
     changes = [
         f"{QUANTITIES[name].name} {QUANTITIES[name].text(values[0][1])} → "
         f"{QUANTITIES[name].text(values[-1][1])}"
@@ -114,7 +106,6 @@ def evaluates_between(results: Results) -> bool:
 
 
 def measured_quantities(results: Results) -> dict[str, "Quantity"]:
-    """Return the quantities that a variant has measured."""
     variants = results["variants"].values()
     return {
         name: quantity
@@ -134,10 +125,7 @@ def as_table(results: Results) -> str:
 
 
 def rows_of(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the comparison: the mean over the seeds, and (min to max).
-
-    A quantity that no run has measured has no column.
-    """
+    """Return the head and the rows of the comparison: the mean over the seeds, and (min to max)."""
     columns = measured_quantities(results)
     head = ["variant", "seeds", *(quantity.column for quantity in columns.values())]
     rows = []
@@ -269,10 +257,7 @@ def draw(results: Results, output: Path) -> None:
 def draw_grid(
     results: Results, combinations: Sequence[tuple[str, ...]], grid: Sequence[str], output: Path
 ) -> None:
-    """Draw the last measurements: the last axis of the grid on x, a color for each other name.
-
-    The bars are the range over the seeds.
-    """
+    """Draw the last measurements: the last axis of the grid on x, a color for each other name."""
     shown = set(measured_quantities(results)) & {*SCORES, "reverse_kl", "forward_kl"}
     measures = [name for name in QUANTITIES if name in shown]
     groups, names = groups_and_names(combinations)

@@ -12,19 +12,11 @@ if TYPE_CHECKING:
     from prime_composer.local.engine import Engine
     from prime_composer.problems.config import Problem
 
-MADE_EVERY = 16
-"""Batches between two lines of progress."""
+MADE_EVERY = 16  # Batches between two lines of progress
 
 
 def check_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
-    """Compare every answer of a tape, or of a recipe's tapes, with its checksum.
-
-    Returns:
-        The exit status: 1 where an answer is damaged.
-
-    Raises:
-        ValueError: a folder is no tape, or the recipe has none.
-    """
+    """Compare every answer of tapes with its checksum; return 1 where one is damaged, else 0."""
     if (folder is None) == (config is None):
         raise ValueError("tape check takes a folder or a recipe (--config), one of them")
     if config is None:  # which needs no recipe, and no torch
@@ -71,11 +63,7 @@ def print_inspection(folder: Path, found: Inspection) -> None:
 
 
 def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
-    """Score the data's own answers with a recipe's teachers, each onto its tape.
-
-    What is there already is not asked again. The teachers' own answers to the held-out questions
-    are kept too, so that a run without teachers reports them.
-    """
+    """Score the data's own answers with a recipe's teachers, each onto its tape."""
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.routing import Routing
     from prime_composer.recipe.schema import RecipeError

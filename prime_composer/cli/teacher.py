@@ -30,10 +30,7 @@ ACCESS_LOG = {
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the server needs besides ``environment``, those of this process.
-
-    The plugins that VLLM_PLUGINS names stay; without it, those that vLLM would load are named.
-    """
+    """Return the variables that the server needs besides ``environment``, those of this process."""
     if "VLLM_PLUGINS" in environment:
         names = [name for name in environment["VLLM_PLUGINS"].split(",") if name]
     else:
@@ -62,8 +59,8 @@ def server_command(model: str, host: str, port: int, options: Sequence[str]) -> 
 def with_float32_head(options: Sequence[str]) -> list[str]:
     """Return vLLM's options with ``--hf-overrides`` for float32 logits.
 
-    A ``head_dtype`` of the user's own stays, and so do the other overrides, also those in vLLM's
-    form ``--hf-overrides.KEY``. Beside a ``--config``, which may have any option, nothing is added.
+    The user's own overrides stay. Beside a ``--config``, which may have any option, nothing is
+    added.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--hf-overrides", "--hf_overrides", type=json.loads, default={})

@@ -16,30 +16,23 @@ from prime_composer.cross_tokenizer.plan import Plan
 from prime_composer.cross_tokenizer.sums import Candidates
 from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, Rows
 
-NEVER = math.log(1e-6)
-"""Log-prob of a token that the teacher's text never leads to; a finite one, as losses need."""
+NEVER = math.log(1e-6)  # For what the teacher's text never leads to; losses need a number
 
-IMPROBABLE = 1e-8
-"""Probability up to which an id is left to the tail."""
+IMPROBABLE = 1e-8  # Probability up to which an id is left to the tail
 
-UNRESOLVED = 0.05
-"""Share of an id's mass up to which it may be uncertain in a resolved id."""
+UNRESOLVED = 0.05  # Share of an id's mass up to which it may be uncertain in a resolved id
 
-SMALLEST_BRANCH = 1e-4
-"""Mass from which on a continuation of the rollout's own teacher token is followed."""
+SMALLEST_BRANCH = 1e-4  # Mass from which on the rollout's own teacher token is followed
 
-MOST_ROWS = 6
-"""Rows that are followed at most."""
+MOST_ROWS = 6  # Rows that are followed at most
 
-UNLISTED = 0.05
-"""Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
+UNLISTED = 0.05  # Share of a position's mass that rows may leave out, or it has no score
 
 UNREACHED = math.exp(NEVER)
 """Mass of a position up to which it has no score: the teacher's text does not lead there. By the
 bound of ``off_path``, other tokenizations may have more mass in most such places."""
 
-FULL = 1 - 1e-6
-"""Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
+FULL = 1 - 1e-6  # Largest mass of a support: without a tail a forward KL is infinite
 
 
 Totals = dict[str, float]
@@ -60,17 +53,9 @@ def token_scores(
 ) -> tuple[Scores, Totals]:
     """Return the teacher's scores of a completion, and sums over its tokens.
 
-    The support is the sampled token, then the most probable ids that are resolved. Other columns
-    are not known.
-
-    Args:
-        pair: the tokenizers.
-        plan: of the completion.
-        candidates: at its positions that have a score.
-        rows: the teacher's.
-        k: ids of the support.
-        fixed: the support must not depend on the sampled token, as estimators with a fixed support
-            need: it has no column of its own, and what follows it changes its own log-prob alone.
+    The support is the sampled token, then the most probable ids that are resolved, k in all. A
+    ``fixed`` one must not depend on the sampled token, as estimators need: it has no column of its
+    own, and what follows it changes its own log-prob alone.
     """
     positions = Positions(pair, plan, candidates, rows)
     plain = positions.masses
@@ -136,10 +121,8 @@ class Paths:
 class Positions:
     """The positions of a completion that have a score.
 
-    Attributes:
-        at: the place of each in the completion, [n].
-        masses: before refinement.
-        has_score: whether the teacher's text leads there, and the rows list most of its mass, [n].
+    ``at`` is the place of each in the completion, [n], and ``masses`` are before refinement.
+    ``has_score``, [n]: the teacher's text leads there, and the rows list most of its mass.
     """
 
     def __init__(self, pair: Pair, plan: Plan, candidates: Candidates, rows: Rows):
@@ -195,10 +178,7 @@ class Positions:
         return own
 
     def refined(self, masses: Masses) -> Masses:
-        """Let the rows after it say what follows the rollout's own teacher token.
-
-        Its mass goes from the first student token of its own bytes to those of each continuation.
-        """
+        """Let the rows after it say what follows the rollout's own teacher token."""
         tables, own = self.pair.tables, self.teacher_ids[self.row]
         entry = tables.start[own] + self.skip
         at = np.flatnonzero((own >= 0) & tables.asks[np.where(own >= 0, entry, 0)])
@@ -283,13 +263,7 @@ class Positions:
         return supports_of(at[kept], column[kept], ids[kept], q[kept], (n, k))
 
     def potential(self, masses: Masses, entries: Ints, *, fixed: bool) -> Floats:
-        """Return the mass of teacher tokens that may begin a student token and not end it, [e].
-
-        The rollout's own teacher token has been refined, unless supports are ``fixed``.
-
-        Args:
-            entries: which of its entries, [e].
-        """
+        """Return the mass of teacher tokens that may begin a student token and not end it, [e]."""
         at, tokens = masses.positions[entries], masses.tokens[entries]
         row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]
         begun = masses.begun[entries]

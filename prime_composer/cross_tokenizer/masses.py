@@ -35,7 +35,6 @@ class Masses:
 
     @classmethod
     def of(cls, candidates: Candidates, width: int) -> "Masses":
-        """Return those of candidates."""
         ids = candidates.ids.cpu().numpy()
         n = len(ids)
         kept = ids >= 0
@@ -53,12 +52,10 @@ class Masses:
 
     @property
     def positions(self) -> Ints:
-        """The position of each entry."""
         return self.keys // self.width
 
     @property
     def tokens(self) -> Ints:
-        """The token of each entry."""
         return self.keys % self.width
 
     def find(self, positions: Ints, tokens: Ints) -> tuple[Ints, NDArray[np.bool_]]:

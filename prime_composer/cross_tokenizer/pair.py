@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 
 from prime_composer.cross_tokenizer.token_bytes import CACHED_TEXTS, TokenBytes
 
-SEEN = 20
-"""Occurrences in texts from which on a token's openness is counted and not derived."""
+SEEN = 20  # Occurrences in texts from which on a token's openness is counted and not derived
 
-OPEN_SHARE = 0.02
-"""Share of its occurrences at which an open token's first student token is another one."""
+OPEN_SHARE = 0.02  # Of occurrences at which an open token's first token is another
 
 SPACE_BYTE = 32
 
@@ -52,10 +50,9 @@ class Tables:
     """Arrays of a pair of tokenizers.
 
     An *entry* is a teacher's token w from its byte d on: what w still writes where the student has
-    written its first d bytes. Its index is ``start[w] + d``.
-
-    A pair whose student has a lead that the teacher does not have (``Pair``) has one entry more for
-    each token: ``start[w] - 1``, the lead and then all of w.
+    written its first d bytes. Its index is ``start[w] + d``. A pair whose student has a lead that
+    the teacher does not have (``Pair``) has one entry more for each token: ``start[w] - 1``, the
+    lead and then all of w.
 
     Attributes:
         order: the teacher's ordinary ids, sorted by their bytes.
@@ -82,18 +79,9 @@ class Pair:
     """A teacher's and a student's tokenizer.
 
     A *lead* is what a model writes in front of each answer and is no part of it: a space, with some
-    templates of sentencepiece tokenizers.
-
-    Args:
-        teacher: the teacher's tokenizer.
-        student: the student's.
-        teacher_ends: the teacher's ids that end its turn.
-        student_end: the student's id that ends its turn.
-        texts: texts as the teacher writes them. On these is counted which of its tokens are open.
-        leads: the teacher's lead and the student's. Each is empty, a space, or that of the other.
-
-    Raises:
-        ValueError: the leads are others.
+    templates of sentencepiece tokenizers. ``leads`` are the teacher's and the student's. Each is
+    empty, a space, or that of the other. On ``texts``, as the teacher writes them, is counted which
+    of its tokens are open. The ends are the ids that end a turn.
     """
 
     def __init__(
@@ -150,7 +138,6 @@ class Pair:
         return int(self.tables.start[teacher_id]) + skip
 
     def written(self, teacher_id: int, skip: int) -> bytes:
-        """Return the bytes of that entry."""
         content = self.teacher.of_id[teacher_id] or b""
         return self.before + content if skip < 0 else content[skip:]
 
@@ -187,10 +174,10 @@ class Pair:
 
     @cached_property
     def _alone(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether a student token is followed by a space as if by nothing, and whether another one
-        is such a space's: what has no merge across it is encoded on either side by itself.
+        """Which student tokens a space follows as if nothing did, and which are such a space's.
 
-        White space before it is no such token: expressions that split words look ahead of it.
+        What has no merge across it is encoded on either side by itself. White space before it is no
+        such token: expressions that split words look ahead of it.
         """
         contents = [content or b"" for content in self.student.of_id]
         joined = {left for c in contents for left, right in pairwise(c) if right == SPACE_BYTE}
@@ -221,11 +208,7 @@ class Pair:
         return codes
 
     def _within(self, rest: bytes, token: int) -> tuple[int, ...]:
-        """Return the teacher's tokens that begin with some bytes and end inside a student token.
-
-        Args:
-            rest: the bytes, after which the student's token begins.
-        """
+        """Return the teacher's tokens that begin with some bytes and end inside a student token."""
         content = rest + (self.student.of_id[token] or b"")
         shorter = (self.id_of.get(content[:end]) for end in range(len(rest) + 1, len(content)))
         return tuple(i for i in shorter if i is not None)
@@ -318,10 +301,7 @@ def first_tokens(
 
 
 def whole_characters(content: bytes) -> tuple[str | None, int]:
-    """Return the whole characters that some bytes begin with, and the number of bytes after them.
-
-    Without any, None and 0.
-    """
+    """Return the whole characters that bytes begin with, or None, and how many are after them."""
     try:
         return content.decode(), 0
     except UnicodeDecodeError as error:

@@ -18,30 +18,19 @@ class Straddling:
 
 @dataclass(frozen=True)
 class Position:
-    """Where one token of the student begins.
+    """Where one token of the student begins."""
 
-    Attributes:
-        token: the student's token.
-        before: the one before it; None at the begin of the text.
-        row: the last teacher row that begins at this byte or before: row j comes after j tokens.
-        rest: bytes from the row's begin to this byte; empty where both begin here (aligned).
-        straddling: the teacher's tokens across this byte, by row, the latest row first.
-        off_path: by row, the teacher's tokens within ``rest`` that its own encoding does not have.
-        filtered: only tokens count that the student writes after ``before``.
-        canonical: the student itself writes this token after the one before.
-        skip: bytes of the teacher's next token that the student has written; -1 in front of the
-            student's lead.
-    """
-
-    token: int
-    before: int | None
-    row: int
-    rest: bytes
+    token: int  # the student's token
+    before: int | None  # the one before it; None at the begin of the text
+    row: int  # the last one that begins here or before: row j comes after j tokens
+    rest: bytes  # bytes from the row's begin to this byte; empty where aligned
+    # the teacher's tokens across this byte, by row, the latest row first
     straddling: tuple[Straddling, ...]
+    # by row, tokens within ``rest`` that its encoding does not have
     off_path: tuple[tuple[int, tuple[int, ...]], ...]
-    filtered: bool
-    canonical: bool
-    skip: int
+    filtered: bool  # only tokens count that the student writes after ``before``
+    canonical: bool  # the student itself writes this token after the one before
+    skip: int  # bytes of the teacher's next token that are written; -1 before the lead
 
     @property
     def aligned(self) -> bool:
@@ -51,26 +40,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a rollout is read with the teacher's rows.
+    """How a rollout is read with the teacher's rows."""
 
-    Attributes:
-        teacher_ids: the teacher's encoding of its lead and the rollout's text. Row j of the teacher
-            comes after j of these.
-        positions: one per token of the student. None: it has no score, because it begins inside a
-            character or after a special token, or the teacher's encoding is of another text.
-    """
-
-    teacher_ids: tuple[int, ...]
-    positions: tuple[Position | None, ...]
+    teacher_ids: tuple[int, ...]  # of its lead and the rollout's text; row j comes after j of these
+    positions: tuple[Position | None, ...]  # per token of the student; None: it has no score
 
 
 def plan_of(pair: Pair, token_ids: Sequence[int]) -> Plan:
-    """Return the plan of a completion.
-
-    Args:
-        pair: the tokenizers.
-        token_ids: the student's completion, with the token that ends its turn where it wrote it.
-    """
+    """Return the plan of the student's completion, with the token that ends its turn, if any."""
     of_id = pair.student.of_id
     length = next((at for at, i in enumerate(token_ids) if of_id[i] is None), len(token_ids))
     written = list(token_ids[:length])

@@ -13,46 +13,27 @@ from torch import Tensor
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, Position
 
-BLOCK = 2**25
-"""Entries of the student's vocabulary times positions that are summed at once: 256 MB a sum."""
+BLOCK = 2**25  # Entries times positions that are summed at once: 256 MB a sum
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Masses of student tokens at n positions, as shares of the teacher's path to their row.
+    """Masses of student tokens at n positions, as shares of the teacher's path to their row."""
 
-    Attributes:
-        ids: the sampled token, then those with most mass, [n, m]; -1 where there are no more.
-        closed: mass of teacher tokens after which the first student token is certain, [n, m].
-        open: mass of those after which it is not, [n, m].
-        total: both over the whole vocabulary, and tokens that write a part of a character, [n].
-        end: the teacher's mass on the end of its turn, [n]; 0 inside a token, but for a lead.
-        nobody: the teacher's mass on tokens that write nothing, [n]; 0 inside a token.
-        off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
-        unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
-            the position is on a row's begin, as ``nobody`` has it then.
-        begun: mass of teacher tokens that may begin a candidate and not end it, without the text's
-            own one, [n, m]; NaN where the rows have to say it. None: everywhere.
-    """
-
-    ids: Int[Tensor, "n m"]
-    closed: Float[Tensor, "n m"]
-    open: Float[Tensor, "n m"]
-    total: Float[Tensor, " n"]
-    end: Float[Tensor, " n"]
-    nobody: Float[Tensor, " n"]
-    off_path: Float[Tensor, " n"]
-    unlisted: Float[Tensor, " n"]
+    ids: Int[Tensor, "n m"]  # the sampled token, then those with most mass; -1: no more
+    closed: Float[Tensor, "n m"]  # mass of tokens whose first student token is certain
+    open: Float[Tensor, "n m"]  # mass of those of which it is not
+    total: Float[Tensor, " n"]  # both over the whole vocabulary, and parts of a character
+    end: Float[Tensor, " n"]  # mass on the end of the teacher's turn; 0 inside a token, but a lead
+    nobody: Float[Tensor, " n"]  # mass on tokens that write nothing; 0 inside a token
+    off_path: Float[Tensor, " n"]  # mass on other tokenizations of the text before: a bound
+    unlisted: Float[Tensor, " n"]  # mass of any token here that the rows do not list
+    # mass that may begin one and not end it, but for the text's own; NaN: ask rows. None: all NaN
     begun: Float[Tensor, "n m"] | None = None
 
 
 class Sums:
-    """Sums with the tables of a pair on a device.
-
-    Args:
-        pair: the tokenizers.
-        device: of the rows.
-    """
+    """Sums with the tables of a pair on a device, that of the rows."""
 
     def __init__(self, pair: Pair, device: torch.device | str = "cpu"):
         tables = pair.tables
@@ -70,10 +51,8 @@ class Sums:
     ) -> Candidates:
         """Return the m tokens with most mass at each position that has a score.
 
-        Args:
-            probabilities: the teacher's rows of the plan's text, the first after its prompt.
-            plan: of the rollout.
-            m: candidates per position, the sampled token included.
+        The sampled token is among them. ``probabilities`` are the teacher's rows of the plan's
+        text, the first after its prompt.
         """
         positions = [position for position in plan.positions if position is not None]
         log_path = self._log_path(probabilities, plan)

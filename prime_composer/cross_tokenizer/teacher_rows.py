@@ -28,12 +28,7 @@ class Rows:
     def largest(self, rows: Ints, least: Floats) -> tuple[Ints, Ints, Floats]:
         """Return the ids with at least some probability.
 
-        Args:
-            rows: [e].
-            least: probability of each row, [e].
-
-        Returns:
-            Places in ``rows``, in order, and ids and probabilities.
+        They are places in ``rows`` [e], in order, and ids and probabilities; ``least`` is [e].
         """
         probabilities = self._probabilities[rows]
         at, ids = (probabilities >= least[:, None]).nonzero()
@@ -43,11 +38,8 @@ class Rows:
 class ListedRows(Rows):
     """The same of which some entries are known; 0 for all others.
 
-    Args:
-        ids: the listed ids, [rows, m], the most probable one first.
-        probabilities: theirs.
-        own_ids: the text's own token after each of the first rows.
-        own_probabilities: theirs.
+    ``ids`` are listed, [rows, m], the most probable one first. ``own_ids`` are the text's own token
+    after each of the first rows.
     """
 
     def __init__(

@@ -16,8 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-CACHED_TEXTS = 2**18
-"""Short texts whose encoding is kept per tokenizer."""
+CACHED_TEXTS = 2**18  # Short texts whose encoding is kept per tokenizer
 
 PROBES = (
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
@@ -27,11 +26,9 @@ PROBES = (
 """Texts whose bytes a tokenizer must keep: numbers, white space, and what normalizers change."""
 
 
-SPACE = "\u2581"
-"""Sentencepiece's sign for a space."""
+SPACE = "\u2581"  # Sentencepiece's sign for a space
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""Sentencepiece's token for a byte of a character that has no token."""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # A byte of a character that has no token
 
 
 class UnsupportedTokenizer(ValueError):
@@ -45,18 +42,14 @@ class TokenBytes:
     text, this is left out: whoever needs it puts it into the text.
 
     Args:
-        tokenizer: of the ``tokenizers`` library.
         who: whose it is, for messages: "the student", "the teacher".
         size: entries of the model's head. Ids beyond the tokenizer's write nothing.
-        silent: other ids that write nothing, such as those that end a turn. None is left out.
+        silent: other ids that write nothing, such as those that end a turn.
 
     Attributes:
         of_id: bytes of each id. None: a special token, which writes nothing.
         digest: names the tokenizer by what decides its encodings, the ids that write nothing
             included.
-
-    Raises:
-        UnsupportedTokenizer: it is of no supported family, or its tokens do not write the text.
     """
 
     def __init__(
@@ -103,7 +96,6 @@ class TokenBytes:
             return None
 
     def bytes_of(self, ids: Sequence[int]) -> bytes:
-        """Return what the tokens write."""
         return b"".join(self.of_id[i] or b"" for i in ids)
 
     def starts(self, ids: Sequence[int]) -> list[int]:

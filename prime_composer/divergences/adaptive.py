@@ -22,9 +22,6 @@ def todi(
     stationary.
 
     Source: ToDi (2025), https://arxiv.org/abs/2505.16297.
-
-    Raises:
-        ValueError: ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     gap = torch.where(p == q, 0.0, q - p).detach()  # -inf - -inf is NaN
@@ -50,9 +47,6 @@ def adaptive_kl(
     Source: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
     Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be, AKL.py,
     where ``head_mass`` is 0.5.
-
-    Raises:
-        ValueError: head_mass outside (0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     weight = head_share(p.detach(), q, head_mass, normalization == "tail")
@@ -63,11 +57,7 @@ def adaptive_kl(
 def head_share(
     p: Float[Tensor, "*pos n"], q: Float[Tensor, "*pos n"], head_mass: float, has_tail: bool
 ) -> Float[Tensor, "*pos"]:
-    """Return the share of sum |q - p| that is in the teacher's head, 1/2 where the sum is 0.
-
-    Raises:
-        ValueError: head_mass outside (0, 1).
-    """
+    """Return the share of sum |q - p| that is in the teacher's head, 1/2 where the sum is 0."""
     if not 0 < head_mass < 1:
         raise ValueError(
             f"head_mass = {head_mass} is the teacher's mass in the head: it has to be between 0 "

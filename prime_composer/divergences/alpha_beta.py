@@ -8,8 +8,7 @@ from torch import Tensor
 
 from prime_composer.divergences.base import Normalization, outcomes, with_slope
 
-SERIES_TERMS = 18
-"""Terms of the series at close arguments. The first one that is left out is below 1e-18."""
+SERIES_TERMS = 18  # At close arguments. The first one that is left out is below 1e-18
 
 
 def alpha_beta_divergence(
@@ -36,9 +35,6 @@ def alpha_beta_divergence(
     Source: ABKD (2025), https://arxiv.org/abs/2505.04560. The authors' code (ghwang-s/abkd
     df81318) returns alpha times this divergence where beta or s is 0, and beta times it where
     alpha is 0, the sign included.
-
-    Raises:
-        ValueError: alpha or beta is not finite, or ``outcomes`` refuses the normalization.
     """
     if not (math.isfinite(alpha) and math.isfinite(beta)):
         raise ValueError(
@@ -130,9 +126,6 @@ def total_variation(
 
     Source: "f-Divergence Minimization for Sequence-Level Knowledge Distillation" (2023),
     https://arxiv.org/abs/2307.15190.
-
-    Raises:
-        ValueError: ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     return (torch.exp(p) - torch.exp(q)).abs().sum(-1) / 2

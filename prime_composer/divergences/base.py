@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 Normalization = Literal["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
 
-MAX_LOG_MASS = -1e-7
-"""Largest log-mass of a support with a complement in float32: 1 - exp(-1e-7) is about 1 ulp."""
+MAX_LOG_MASS = -1e-7  # With a complement in float32: 1 - exp(-1e-7) is about 1 ulp
 
 
 def upcast(logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -96,9 +95,8 @@ def with_slope(
 ) -> Float[Tensor, "..."]:
     """Return ``values``, with ``slope`` as their elementwise derivative for ``logprobs``.
 
-    A formula that is accurate at every argument takes branches, and autograd would multiply the
-    infinities of the branch that was not taken by 0. Both are therefore written out. There is no
-    second derivative.
+    Autograd would multiply the infinities of the branch that was not taken by 0. There is no second
+    derivative.
     """
     result: Tensor = _WithSlope.apply(logprobs, values.detach(), slope.detach())
     return result

@@ -15,8 +15,7 @@ from prime_composer.divergences.base import (
     with_slope,
 )
 
-LEAST = -1e30
-"""Stands for -inf where a probability of 0 is multiplied by its logarithm."""
+LEAST = -1e30  # Stands for -inf where a probability of 0 is multiplied by its logarithm
 
 
 def reverse_kl(

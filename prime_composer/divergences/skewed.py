@@ -12,11 +12,9 @@ from prime_composer.divergences.kl import forward_kl, reverse_kl
 
 AMiDDivergence = Literal["q||r", "p||r", "r||q", "r||p"]
 
-CLOSE = 0.3
-"""Ratio minus 1 below which the series of ``excess`` is used."""
+CLOSE = 0.3  # Ratio minus 1 below which the series of ``excess`` is used
 
-SERIES_TERMS = 12
-"""Terms of that series. The first one that is left out is below 1e-18."""
+SERIES_TERMS = 12  # Terms of that series. The first one that is left out is below 1e-18.
 
 
 def excess(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -48,14 +46,6 @@ def skewed_forward_kl(
 
     Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898. The authors' code
     (jongwooko/distillm d47e77f) returns the cross-entropy, without the teacher's entropy.
-
-    Args:
-        student_logprobs: log p.
-        teacher_logprobs: log q.
-        normalization: how the vocabulary outside the support counts.
-
-    Raises:
-        ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     refuse_skew(skew)
@@ -90,14 +80,6 @@ def skewed_reverse_kl(
     stationary.
 
     Source: DistiLLM (2024), https://arxiv.org/abs/2402.03898.
-
-    Args:
-        student_logprobs: log p.
-        teacher_logprobs: log q.
-        normalization: how the vocabulary outside the support counts.
-
-    Raises:
-        ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     refuse_skew(skew)
@@ -193,10 +175,6 @@ def amid(
 
     Source: AMiD (2025), https://arxiv.org/abs/2510.15982. Its p is the teacher and its q the
     student, so that its "pr" is "q||r" here.
-
-    Raises:
-        ValueError: alpha above 1, skew outside [0, 1], a skew at which r is the other distribution
-            and the divergence 0, an unknown order, or ``outcomes`` refuses the normalization.
     """
     refuse_amid(alpha, skew, divergence)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
@@ -205,11 +183,7 @@ def amid(
 
 
 def refuse_amid(alpha: float, skew: float, divergence: str) -> None:
-    """Refuse knobs outside AMiD's domain, or with which nothing is learned.
-
-    Raises:
-        ValueError: naming the knob and its range.
-    """
+    """Refuse knobs outside AMiD's domain, or with which nothing is learned."""
     if not -math.inf < alpha <= 1:
         raise ValueError(
             f"alpha = {alpha}: the assistant distribution is defined for a finite alpha of at most "

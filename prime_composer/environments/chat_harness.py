@@ -1,9 +1,7 @@
 """Let the student talk to an environment and its tools, in this process.
 
 verifiers' own harnesses install and start a program per rollout, with uv and a network. This one is
-the same plain chat loop, without a program. It runs until an answer calls no tool.
-
-Importing this module imports verifiers.
+the same plain chat loop, until an answer calls no tool. Importing this module imports verifiers.
 """
 
 import json
@@ -16,11 +14,9 @@ import verifiers.v1 as vf
 from pydantic_core import to_json
 from verifiers.v1.dialects.chat import message_to_wire
 
-ANSWERED = (-32700, -32600, -32601, -32602, -32603)
-"""JSON-RPC's codes for what a server answers where it cannot handle one call, or its result."""
+ANSWERED = (-32700, -32600, -32601, -32602, -32603)  # JSON-RPC: one call or its result fails
 
-ID = "prime_composer_chat"
-"""The harness's id. verifiers imports a module of this name."""
+ID = "prime_composer_chat"  # The harness's id. verifiers imports a module of this name.
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
@@ -82,7 +78,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                     )
 
     def first_messages(self, data: Any) -> list[dict[str, Any]]:
-        """Return the messages that a task begins with."""
         system, prompt = self.resolve_prompt(data)
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
@@ -103,11 +98,7 @@ def first_of_a_group() -> Iterator[None]:
 
 
 class Tools:
-    """The tools of a rollout, on the environment's servers.
-
-    Attributes:
-        schemas: as a chat request lists them.
-    """
+    """The tools of a rollout, on the environment's servers; ``schemas`` as in a chat request."""
 
     def __init__(self) -> None:
         self.schemas: list[dict[str, Any]] = []

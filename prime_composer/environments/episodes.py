@@ -17,36 +17,22 @@ class EnvironmentFailed(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """One run of an environment that ended, and its reward.
+    """One run of an environment that ended, and its reward."""
 
-    Attributes:
-        rollouts: what trains: each turn of the student in exactly one of them (``interleave``).
-        reward: the environment's own.
-        text: the student's last answer.
-        turns: answers of the student.
-        tool_calls: calls of tools in them.
-        limited: the turn limit ended it.
-        told: what environment and tools said in it.
-    """
-
-    rollouts: Sequence[Rollout]
-    reward: float
-    text: str
-    turns: int
-    tool_calls: int
-    limited: bool
-    told: str = ""
+    rollouts: Sequence[Rollout]  # each turn of the student in exactly one of them (``interleave``)
+    reward: float  # the environment's own
+    text: str  # the student's last answer
+    turns: int  # answers of the student
+    tool_calls: int  # calls of tools in them
+    limited: bool  # the turn limit ended it
+    told: str = ""  # what environment and tools said in it
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One run of an environment that failed, and has no reward.
+    """One run of an environment that failed, and has no reward."""
 
-    Attributes:
-        reason: what failed, in one line.
-    """
-
-    reason: str
+    reason: str  # what failed, in one line
 
 
 def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Failure:
@@ -102,10 +88,9 @@ def asked_by_prompt(trace: Any) -> dict[tuple[int, ...], str]:
 def interleave(turns: Sequence[Rollout], prompt_index: int) -> list[Rollout]:
     """Join the turns of a conversation, in the order of sampling, into as few rollouts as possible.
 
-    A turn whose prompt begins with all tokens of an earlier rollout extends that rollout. What lies
-    between the two answers was said by the environment or a tool, and is context. A turn with
-    another prompt begins a rollout of its own, whose prompt is context too. Each sampled token
-    trains once, and has exactly the context that it was sampled with.
+    A turn whose prompt begins with all tokens of an earlier rollout extends that rollout. Another
+    one begins a rollout of its own. Each sampled token trains once, and has exactly the context
+    that it was sampled with.
     """
     joined: list[Rollout] = []
     for turn in turns:

@@ -18,30 +18,20 @@ from prime_composer.losses import LossConfig
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import RecipeError, RolloutConfig
 
-MOST_TASKS = 100_000
-"""Tasks that are read of an environment, which may have endlessly many."""
+MOST_TASKS = 100_000  # Tasks that are read of an environment, which may have endlessly many
 
-ROLLOUT_SECONDS = 600.0
-"""Seconds that a rollout may take, where the recipe does not say it."""
+ROLLOUT_SECONDS = 600.0  # Seconds that a rollout may take, where the recipe does not say it
 
 
 @dataclass(frozen=True, eq=False)
 class Environment:
-    """An environment by id, loaded, and not yet running.
+    """An environment by id, loaded, and not yet running."""
 
-    Attributes:
-        config: its table in the recipe.
-        env: the environment (``verifiers.v1.Env``).
-        tasks: its tasks (``verifiers.v1.Task``).
-        problems: the same tasks, as the engine knows them.
-        has_tools: whether it offers tools.
-    """
-
-    config: EnvironmentConfig
-    env: Any
-    tasks: Sequence[Any]
-    problems: Sequence[Task]
-    has_tools: bool
+    config: EnvironmentConfig  # its table in the recipe
+    env: Any  # ``verifiers.v1.Env``
+    tasks: Sequence[Any]  # ``verifiers.v1.Task``
+    problems: Sequence[Task]  # the same tasks, as the engine knows them
+    has_tools: bool  # whether it offers tools
 
     @property
     def seconds(self) -> float:
@@ -58,19 +48,7 @@ def refuse_what_needs_problems(
     pairs_rollouts: bool,
     own_tokenizer: bool,
 ) -> None:
-    """Refuse what the engine does with problems, and cannot do with an environment's rollouts.
-
-    Args:
-        name: an environment by id.
-        loss: the recipe's.
-        rollout: ``[rollout]``.
-        policy_teacher: the policy is its own teacher, given a hint.
-        pairs_rollouts: preference pairs come from the rollouts.
-        own_tokenizer: a teacher has a tokenizer of its own.
-
-    Raises:
-        RecipeError: the message names the table and a remedy.
-    """
+    """Refuse what the engine does with problems, and cannot do with an environment's rollouts."""
     reasons = {
         "[teacher.policy]: its hints need the worked answers of problems": policy_teacher,
         "rollout.student_fraction below 1: only the student plays environments": (
@@ -93,15 +71,8 @@ def refuse_what_needs_problems(
 def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False) -> Environment:
     """Load an environment by id and its tasks.
 
-    Args:
-        name: its name in the recipe.
-        config: its table.
-        teaches: small models learn from its tasks, which need a method ``solution``. It returns the
-            messages after the prompt of a rollout that solves the task.
-
-    Raises:
-        RecipeError: it is not installed, of another API, cannot run in this process, or has no
-            tasks or solutions. The message names the table and the remedy.
+    With ``teaches``, small models learn from its tasks, which need a method ``solution``. It
+    returns the messages after the prompt of a rollout that solves the task.
     """
     where = f"[environments.{name}] id = {config.id!r}"
     if config.api == "v0":
@@ -179,7 +150,6 @@ def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
 
 
 def _module_name(environment_id: str) -> str:
-    """Return the module that verifiers imports for an id."""
     return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
 
 
@@ -226,10 +196,7 @@ def _env_config(vf: Any, config: EnvironmentConfig, where: str) -> Any:
 
 
 def _harness_id(plain: Any, chosen: str, where: str) -> str:
-    """Return the harness that plays an environment.
-
-    The plain chat loop plays those that bring none, or verifiers' ``null``, which is one.
-    """
+    """Return the harness that plays an environment."""
     from verifiers.v1.utils.loaders import builtin_harness_ids, harness_class
 
     from prime_composer.environments import chat_harness
@@ -280,7 +247,6 @@ def _first_messages(data: Any) -> list[dict[str, Any]]:
 
 
 def _transcript(task: Any, where: str) -> str:
-    """Return the messages of a rollout that solves a task, as JSON."""
     solution = getattr(task, "solution", None)
     if solution is None:
         raise RecipeError(

@@ -7,14 +7,13 @@ from typing import Any
 from prime_composer.environments.opening import Environment, describe
 from prime_composer.recipe.schema import RecipeError
 
-ANSWERS = ("7", " 7", "7 \n")
-"""Answers with which the chat template is tried. The student may write any of them."""
+ANSWERS = ("7", " 7", "7 \n")  # Tried with the chat template; the student may write any
 
 
 def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return an answer after which the next turn's prompt does not begin with this turn's tokens.
 
-    The messages are the first of a conversation. None: all of ``ANSWERS`` survive.
+    None: all of ``ANSWERS`` survive.
     """
     prompt = list(renderer.render(list(messages), add_generation_prompt=True).token_ids)
     (stop, *_) = renderer.get_stop_token_ids()
@@ -33,11 +32,7 @@ def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any
 def check_rendering(
     environments: Mapping[str, Environment], model: str, renderer: Mapping[str, Any]
 ) -> list[str]:
-    """Refuse a tokenizer that cannot render the messages of environments, given by name.
-
-    ``model`` is the directory or hub id of the tokenizer. Returns a warning for each environment
-    whose turns do not survive.
-    """
+    """Refuse a tokenizer that cannot render environments' messages; return warnings."""
     from renderers import create_renderer
     from renderers.base import load_tokenizer
 

@@ -1,10 +1,8 @@
 """Run environments of verifiers in this process, with the run's own sampler.
 
-verifiers has an environment's tasks, tools, turns and rewards. Its client for training renders the
-messages to token ids, and asks ``token_endpoint`` for the ids of each turn. What trains is what the
-endpoint was asked and what was sampled. No text is tokenized twice.
-
-The environments live in the event loop of a thread of their own. Sampling stays in the caller's.
+verifiers' client for training renders the messages to token ids, and asks ``token_endpoint`` for
+the ids of each turn. What trains is what the endpoint was asked and what was sampled. No text is
+tokenized twice. The environments live in the event loop of a thread of their own.
 """
 
 import asyncio
@@ -29,24 +27,19 @@ from prime_composer.environments.tasks import Task
 from prime_composer.environments.token_endpoint import MODEL, Rounds, answer_round, deliver, serve
 from prime_composer.recipe.schema import RecipeError
 
-CLOSING_SECONDS = 30.0
-"""Seconds that tool servers may take to stop."""
+CLOSING_SECONDS = 30.0  # Seconds that tool servers may take to stop
 
-PATIENCE = 60.0
-"""Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
+PATIENCE = 60.0  # Seconds that a round may take beyond its rollouts' own, if busy
 
-TICK = 0.25
-"""Seconds between two looks at whether the rollouts are still wanted."""
+TICK = 0.25  # Seconds between two looks at whether the rollouts are still wanted
 
-STAGES = 4
-"""Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
+STAGES = 4  # Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards
 
 
 def absolute_python_path() -> None:
     """Make the entries of PYTHONPATH absolute, for processes that start in other folders.
 
-    verifiers starts each tool server in a folder of its own, where ``PYTHONPATH=.`` would not find
-    the environment that this process has imported.
+    verifiers starts each tool server in a folder of its own.
     """
     entries = os.environ.get("PYTHONPATH")
     if entries:
@@ -55,22 +48,11 @@ def absolute_python_path() -> None:
 
 
 class Environments:
-    """The running environments of a recipe.
+    """The running environments of a recipe, by name.
 
-    Args:
-        environments: by name.
-        model: directory or hub id of the student's tokenizer.
-        renderer: ``[rollout] renderer``, the settings of ``renderers.RendererConfig``. Empty: the
-            library chooses by the tokenizer's name.
-        status: shown warnings.
-
-    Attributes:
-        room: most tokens of a conversation that all models of the run can read. None: the sampler's
-            own limit alone holds.
-
-    Raises:
-        RecipeError: the tokenizer cannot render an environment's messages, or a tool server does
-            not start.
+    ``renderer`` has the settings of ``renderers.RendererConfig``. Empty: the library chooses by the
+    tokenizer's name. ``room`` are the most tokens of a conversation that all models of the run can
+    read. None: the sampler's own limit alone holds.
     """
 
     def __init__(
@@ -100,16 +82,10 @@ class Environments:
     def run(
         self, sampler: Sampler, tasks: Sequence[Task], params: SamplingParams, seed: int
     ) -> list[Episode | Failure]:
-        """Play each task once, and return the episodes in order.
+        """Play each task once, side by side, and return the episodes in order.
 
-        Args:
-            sampler: samples the turns.
-            tasks: what is played, side by side.
-            params: how to sample a turn; ``n`` is 1.
-            seed: the same seed and weights give the same rollouts.
-
-        Raises:
-            EnvironmentFailed: an environment neither asks nor ends, and cannot be interrupted.
+        The same seed and weights give the same rollouts. ``EnvironmentFailed`` is raised where an
+        environment neither asks nor ends, and cannot be interrupted.
         """
         draws = random.Random(seed)
         rooms = [room for room in (self.room, sampler.limits.max_model_len) if room is not None]
@@ -198,10 +174,7 @@ class Environments:
         return outcome(episode, rounds.turns[place], place)
 
     async def _serve(self, url: Future[str]) -> None:
-        """Hold the servers of endpoint and environments until ``close``.
-
-        One task starts and stops them, as the libraries' cancel scopes demand.
-        """
+        """Hold the servers of endpoint and environments until ``close``."""
         from verifiers.v1.clients.client import SESSION_ID_HEADER
 
         try:
@@ -226,8 +199,8 @@ class Environments:
 def event_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process's environments, which runs in a thread of its own.
 
-    There is one, because locks of the library ``renderers`` belong to the loop that first used
-    them.
+    There is one, because locks of the library ``renderers`` belong to the loop that used them
+    first.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()

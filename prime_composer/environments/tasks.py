@@ -9,15 +9,10 @@ from prime_composer.problems.config import Problem
 
 @dataclass(frozen=True)
 class Task(Problem):
-    """A task of an environment by id. ``question`` is the text of its prompt, ``answer`` is empty.
+    """A task of an environment by id: ``question`` is its prompt's text, ``answer`` is empty."""
 
-    Attributes:
-        index: its place among the environment's tasks.
-        messages: the messages that it begins with, as JSON.
-    """
-
-    index: int = 0
-    messages: str = "[]"
+    index: int = 0  # its place among the environment's tasks
+    messages: str = "[]"  # that it begins with, as JSON
 
 
 class Parts(NamedTuple):

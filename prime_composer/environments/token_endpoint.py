@@ -1,10 +1,9 @@
 """Answer vLLM's ``/inference/v1/generate`` in this process, from the run's own sampler.
 
-The student's sampler answers many prompts at once, in the thread of the run. Environments ask one
-prompt each, in the thread of an event loop. The endpoint collects their questions into rounds: a
-round is full when every rollout that still runs waits for an answer. What is sampled together, and
-in which order, does not depend on which rollout was quicker. So the same seed and weights give the
-same rollouts, as long as the environments themselves are deterministic.
+The endpoint collects the questions of environments into rounds: a round is full when every rollout
+that still runs waits for an answer. What is sampled together, and in which order, does not depend
+on which rollout was quicker. So the same seed and weights give the same rollouts, as long as the
+environments themselves are deterministic.
 """
 
 import asyncio
@@ -15,8 +14,7 @@ from typing import Any
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams
 
-MODEL = "student"
-"""The model's name, as the endpoint is asked for it."""
+MODEL = "student"  # The model's name, as the endpoint is asked for it
 
 IGNORED = frozenset({"logprobs", "skip_special_tokens", "routed_experts_prompt_start", "n", "seed"})
 """Sampling parameters of a request that change no distribution here."""
@@ -38,27 +36,18 @@ class Refused(ValueError):
 
 @dataclass(eq=False)
 class Question:
-    """One prompt that an environment wants the student to continue.
+    """One prompt that an environment wants the student to continue."""
 
-    Attributes:
-        rollout: index of the rollout that asks.
-        prompt: token ids.
-        params: how to sample.
-        answer: gets the turn.
-    """
-
-    rollout: int
-    prompt: list[int]
-    params: SamplingParams
-    answer: "asyncio.Future[Rollout]"
+    rollout: int  # index of the rollout that asks
+    prompt: list[int]  # token ids
+    params: SamplingParams  # how to sample
+    answer: "asyncio.Future[Rollout]"  # gets the turn
 
 
 class Rounds:
     """The questions of rollouts that run side by side. All methods belong to the loop's thread.
 
-    Attributes:
-        full: full rounds; None after the last one.
-        turns: what was sampled, by rollout and in order.
+    None in ``full`` comes after the last round. ``turns`` are by rollout and in order.
     """
 
     def __init__(self, count: int, limits: Limits):
@@ -116,10 +105,7 @@ class Rounds:
 def answer_round(
     questions: Sequence[Question], sampler: Sampler, seeds: Sequence[int]
 ) -> list[Rollout]:
-    """Sample the answers of a round, in order. Questions of equal parameters go in one call.
-
-    Each call takes one of the seeds, of which there are as many as questions.
-    """
+    """Sample the answers of a round, in order. Questions of equal parameters go in one call."""
     answers: dict[int, Rollout] = {}
     every = list(dict.fromkeys(question.params for question in questions))
     for params, seed in zip(every, seeds, strict=False):
@@ -137,7 +123,6 @@ def deliver(questions: Sequence[Question], turns: Sequence[Rollout]) -> None:
 
 
 def sampling_params(asked: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a request."""
     values = {key: value for key, value in asked.items() if value is not None}
     own = {key: values.pop(key) for key in ("temperature", "top_p", "max_tokens") if key in values}
     stop = tuple(values.pop("stop_token_ids", ()))

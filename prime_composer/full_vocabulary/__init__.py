@@ -2,20 +2,18 @@
 
 For student logits a = h_s W_s^T and teacher logits b = h_t W_t^T, ``compare`` returns a divergence
 of softmax(a) and softmax(b) per token, with its gradient for the student. No tensor of [n, V]
-exists. The backward computes logits again, which takes six matrix products in all, two of them
-with the teacher's head.
+exists. The backward computes logits again, which takes six matrix products in all, two of them with
+the teacher's head.
 
-Two ways lead there. The KLs and TAID are sums over the vocabulary, which ``kernel`` adds up chunk
-by chunk with a gradient written by hand. Any other divergence is a function of log p and log q,
-which ``token_blocks`` calls with the whole vocabulary of a few tokens. Autograd does the rest.
+The KLs and TAID are sums over the vocabulary, which ``kernel`` adds up chunk by chunk with a
+gradient written by hand. Any other divergence is a function of log p and log q, which
+``token_blocks`` calls with the whole vocabulary of a few tokens. Left out: heads in shards, and
+second derivatives.
 
-Only the student has a gradient. Left out: heads in shards, and second derivatives.
-
-What "exact" means. Half-precision products are summed in float32, and the logits stay float32. This
-is a server with a float32 head over half-precision states (prime-rl's own), not one with a
-half-precision head: vLLM's bfloat16 head rounds each logit, up to 0.03 at a logit of 10. For its
-distribution, set ``Logits.rounded_to``. Elementwise work has float32, or float64 for a float64
-student. The kernel's sums over chunks have float64.
+What "exact" means. Half-precision products are summed in float32, and the logits stay float32.
+vLLM's bfloat16 head rounds each logit, up to 0.03 at a logit of 10. For its distribution, set
+``Logits.rounded_to``. Elementwise work has float32, or float64 for a float64 student. The kernel's
+sums over chunks have float64.
 """
 
 from prime_composer.full_vocabulary.compare import (

@@ -11,23 +11,16 @@ from prime_composer.contract import Logits, TwoHeads
 from prime_composer.divergences import MAX_LOG_MASS
 from prime_composer.lm_head import accumulation_dtype, matmul
 
-LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)
-"""Least log-mass of the bucket of padding ids, that of the tail bucket in ``divergences``."""
+LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)  # Of padding ids, as the tail's in ``divergences``
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Two heads, all of whose rows count, and the blocks in which they are compared.
+    """Two heads, all of whose rows count, and the blocks in which they are compared."""
 
-    Attributes:
-        heads: student and teachers. Every teacher has a weight in every row.
-        token_block: rows of a block.
-        chunk: vocabulary entries of a block.
-    """
-
-    heads: TwoHeads
-    token_block: int
-    chunk: int
+    heads: TwoHeads  # every teacher has a weight in every row
+    token_block: int  # rows of a block
+    chunk: int  # vocabulary entries of a block
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +53,6 @@ class Plan:
             yield first, min(first + self.chunk, stop)
 
     def row_blocks(self) -> Iterator[slice]:
-        """Yield the rows of each block."""
         for first in range(0, self.n, self.token_block):
             yield slice(first, min(first + self.token_block, self.n))
 
@@ -86,7 +78,6 @@ class Buffer:
         return self.memory[: height * width].view(height, width)
 
     def like(self, block: Tensor) -> Tensor:
-        """Return the memory in the shape of a block."""
         return self.block(*block.shape)
 
 
@@ -196,7 +187,6 @@ class Running:
         self.highest[rows] = now
 
     def log_sum(self) -> Tensor:
-        """Return the logsumexp of all chunks."""
         return self.highest + self.sums[0].log()
 
     def mean(self, factor: int) -> Tensor:
@@ -220,9 +210,8 @@ def _operand(x: Tensor) -> Tensor:
 class GradientSums:
     """The student's gradients, added up from the blocks of the logits' gradient.
 
-    Args:
-        weight_dtype: of the weight's gradient until the last block is added. A chunk that begins
-            once needs no more than its own memory in a wider dtype.
+    ``weight_dtype`` holds until the last block is added. A chunk that begins once needs no more
+    than its own memory in a wider dtype.
     """
 
     def __init__(self, plan: Plan, student: Side, needs: Sequence[bool], weight_dtype: torch.dtype):
@@ -237,7 +226,6 @@ class GradientSums:
             self.weight = torch.zeros_like(settings.weight, dtype=weight_dtype)
 
     def begin(self, start: int, stop: int) -> None:
-        """Begin a chunk of the vocabulary."""
         self.ids = slice(start, stop)
         if self.weight is not None:
             # The memory itself, or a copy where the sums need a wider dtype.
@@ -272,7 +260,6 @@ class GradientSums:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to ``total``."""
     if a.dtype == b.dtype == total.dtype:
         total.addmm_(a, b)
     else:

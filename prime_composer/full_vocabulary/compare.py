@@ -32,15 +32,10 @@ def compare(
     One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary. All else takes
     blocks of tokens. Both are six matrix products, and two more for each further teacher.
 
-    Args:
-        heads: student and teachers.
-        divergence: of log p and log q, [block, V] each, and of ``normalization``. It returns one
-            number per row, or one row of numbers. The ids are those that every head has, and where
-            some head has more, the last column is the bucket of all others.
-        knobs: its further arguments. A tensor has one entry per row, [n, ...], and no gradient.
-
-    Raises:
-        ValueError: shapes, dtypes or weights that do not fit.
+    ``divergence`` takes log p and log q, [block, V] each, and ``normalization``. It returns one
+    number per row, or one row of numbers. The ids are those that every head has, and where some
+    head has more, the last column is the bucket of all others. A tensor in ``knobs`` has one entry
+    per row, [n, ...], and no gradient.
     """
     check(heads)
     n, device = heads.student.row_count, heads.student.hidden.device
@@ -70,8 +65,6 @@ def compare(
 def _called(
     divergence: Callable[..., Tensor], knobs: dict[str, Any]
 ) -> Callable[[slice, Tensor, Tensor], Tensor]:
-    """Return a divergence with the knobs of its rows."""
-
     def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
         own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
         return divergence(log_p, log_q, normalization="full", **own)
@@ -130,11 +123,7 @@ IN_PARTS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {adaptive_kl: _ad
 
 @torch.no_grad()
 def teacher_logprobs(heads: TwoHeads, token_ids: Int[Tensor, "n m"]) -> Float[Tensor, "n m"]:
-    """Return log q at ``token_ids``, without a gradient.
-
-    Raises:
-        ValueError: an id that a head does not have, or one row of ids too many or too few.
-    """
+    """Return log q at ``token_ids``, without a gradient."""
     size = min(side.size for side in heads.sides)
     if token_ids.shape[0] != heads.student.row_count:
         raise ValueError(
@@ -154,9 +143,6 @@ class WholeVocabulary(Support):
 
     ``compare`` reads ``heads``, block by block. Whoever reads a tensor of the support gets all of
     it, [seq, V], in the memory that this takes.
-
-    Args:
-        heads: student and teachers.
     """
 
     heads: TwoHeads
@@ -213,13 +199,9 @@ def on_support(
 ) -> Float[Tensor, "seq ..."]:
     """Return D(p, q) per position. Over whole vocabularies it is computed a few tokens at a time.
 
-    Args:
-        support: masked, at the temperature of the comparison.
-        divergence: D of student's and teacher's log-probs [rows, k], per row, with the arguments
-            ``normalization`` and the knobs. It sees each position alone. Over whole vocabularies
-            with padding, the last column is all ids that only one side has.
-        normalization: how the vocabulary outside K ids enters. Whole vocabularies have their own.
-        knobs: further arguments. A tensor has one entry per position, [seq, ...], and no gradient.
+    ``divergence`` is of masked log-probs [rows, k] at the temperature of the comparison, and sees
+    each position alone. Over whole vocabularies with padding, the last column is all ids that only
+    one side has. A tensor in ``knobs`` has one entry per position, [seq, ...], and no gradient.
     """
     if isinstance(support, WholeVocabulary):
         return compare(support.heads, divergence, **knobs)

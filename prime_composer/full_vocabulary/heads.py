@@ -11,7 +11,7 @@ from prime_composer.contract import TwoHeads
 def by_teachers(heads: TwoHeads) -> Iterator[tuple[TwoHeads, Tensor | None]]:
     """Yield the rows of the mask for each set of teachers with a weight there, and their index.
 
-    A row is compared with its own teachers alone. With one teacher and no mask the index is None.
+    With one teacher and no mask the index is None.
     """
     weights, mask = heads.teacher_weights, heads.mask
     if weights is None:

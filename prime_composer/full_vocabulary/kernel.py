@@ -79,10 +79,8 @@ def _cast(values: Tensor | None, plan: Plan) -> Tensor | None:
 class _Outcomes:
     """What a distribution is normalized over: the common ids, and the bucket of all others.
 
-    Attributes:
-        log_all: logsumexp of the logits over the whole head, [n].
-        mass: on the common ids, [n].
-        log_bucket: log-mass of the bucket, [n]. None where all heads have one size.
+    All are [n]: ``log_all`` the logsumexp of the logits over the whole head, ``mass`` on the common
+    ids, ``log_bucket`` the bucket's log-mass, None where all heads have one size.
     """
 
     def __init__(self, log_ids: Tensor, log_beyond: Tensor | None, floored: bool = True):
@@ -97,10 +95,7 @@ class _Outcomes:
 
 
 def _kl(a: _Outcomes, b: _Outcomes, mean_ratio: Tensor) -> Tensor:
-    """Return KL(a || b) as sum a log a/b - a + b.
-
-    The first derivatives of these terms vanish at a = b, so that rounding does not matter there.
-    """
+    """Return KL(a || b) as sum a log a/b - a + b, which forgives rounding at a = b."""
     value = a.mass * (mean_ratio - (a.log_all - b.log_all)) - a.mass + b.mass
     if a.log_bucket is not None and b.log_bucket is not None:
         log_a, log_b = a.log_bucket, b.log_bucket
@@ -137,7 +132,6 @@ class _SumsOfHeads(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, asked: _Asked, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of ``_Sums``."""
         with torch.autocast(hidden.device.type, enabled=False):
             student, teacher = (
                 plan.student(hidden, weight, bias),
@@ -219,10 +213,8 @@ def _second_pass(
         p_v (g_p_ratio (a_v - b_v - E_p[a - b]) + g_p_ratio + g_log_p) + g_r_ratio r_v
 
     and for an id beyond the smallest head g_log_p_beyond times its share there. The second and
-    third term cancel in a KL, exactly.
-
-    Args:
-        highest: highest logits of student, teacher and target, [n] each.
+    third term cancel in a KL, exactly. ``highest`` are the highest logits of student, teacher and
+    target, [n] each.
     """
     zeros = torch.zeros_like(sums.log_p)
     of_log_p, of_beyond, of_p, of_r = (zeros if g is None else g.double() for g in grads[:4])

@@ -1,8 +1,7 @@
 """Any divergence over the whole vocabulary: token block by token block, with recomputation.
 
-The forward makes both distributions of a block of tokens, [block, V], and keeps the divergence's
-values alone. The backward makes them again, and autograd gives the divergence's gradient for log p.
-These are six matrix products. The head's gradient is added up in place.
+Forward and backward both make the distributions of a block of tokens, [block, V]: six matrix
+products. The head's gradient is added up in place.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,20 +14,15 @@ from torch.autograd.function import once_differentiable
 from prime_composer.contract import TwoHeads
 from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums, Plan, Side
 
-LOGITS = {"cpu": 2**24, "cuda": 2**25}
-"""Most logits of one side in a block of tokens, per device type."""
+LOGITS = {"cpu": 2**24, "cuda": 2**25}  # Most of one side in a block, per device type
 
-TOKENS = 256
-"""Most tokens of a block."""
+TOKENS = 256  # Most tokens of a block
 
-CHUNK = 8192
-"""Vocabulary entries of a matrix product."""
+CHUNK = 8192  # Vocabulary entries of a matrix product
 
-CACHED = {"cpu": 2**18, "cuda": 2**25}
-"""Log-probs that a divergence is called with at a time. On a CPU they fit the cache."""
+CACHED = {"cpu": 2**18, "cuda": 2**25}  # Log-probs at a time. On a CPU they fit the cache
 
-Divergence = Callable[[slice, Tensor, Tensor], Tensor]
-"""Of rows, log p and log q [rows, outcomes]; returns [rows, ...]."""
+Divergence = Callable[[slice, Tensor, Tensor], Tensor]  # Of rows, log p and log q [rows, outcomes]
 
 
 def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:

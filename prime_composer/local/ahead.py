@@ -26,11 +26,9 @@ from prime_composer.backends.protocols import Sampler
 from prime_composer.local.collect import Clock, Collected
 from prime_composer.local.signals import StopRequest
 
-TICK = 0.25
-"""Seconds between two looks at whether the thread waits for a server."""
+TICK = 0.25  # Seconds between two looks at whether the thread waits for a server
 
-STALENESS = "rollout/staleness"
-"""Steps between the weights that sampled a batch and those that train on it."""
+STALENESS = "rollout/staleness"  # Steps from the weights that sample a batch to those it trains
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +101,6 @@ class Ahead:
         self._pending[step] = Pending(weights.step, collected)
 
     def _run(self, step: int, weights: Weights) -> Collected:
-        """Collect a batch, in the thread."""
         self._stop.background_waits = False
         clock = Clock()
         with wanted_until(self._unwanted), use_threads(self._threads):

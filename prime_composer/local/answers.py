@@ -10,44 +10,28 @@ from typing import IO, Any, Literal
 
 from prime_composer.backends.errors import naming
 
-ANSWERS_FILE = "answers.jsonl"
-"""One line per evaluation, in the run directory. A resumed run may write a step again."""
+ANSWERS_FILE = "answers.jsonl"  # One line per evaluation; a resumed run may write a step again
 
-KEPT = 24
-"""Questions whose answers are kept. The report chooses among them."""
+KEPT = 24  # Questions whose answers are kept. The report chooses among them.
 
-Answerer = Literal["answers", "teacher"]
-"""The key of a line's answers: the student's, or the teacher's."""
+Answerer = Literal["answers", "teacher"]  # Key of a line's answers: whose they are
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer of the student or its teacher.
-
-    Attributes:
-        question: of the problem.
-        reference: the data's own answer.
-        text: what was answered.
-        correct: whether the recipe's metric accepts it; None for a graded metric, and for none.
-        score: the value of a graded metric; None for another one.
-        metric: name of the graded metric; None for another one.
-        place: of the problem among those that are held out; None in a run of an older version.
-    """
+    """A greedy answer of the student or its teacher."""
 
     question: str
-    reference: str
+    reference: str  # the data's own answer
     text: str
-    correct: bool | None
-    score: float | None = None
+    correct: bool | None  # by the recipe's metric; None for a graded one, and for none
+    score: float | None = None  # of a graded metric; None for another one
     metric: str | None = None
-    place: int | None = None
+    place: int | None = None  # among those held out; None in a run of an older version
 
     @property
     def asked(self) -> int | str:
-        """What the student's and the teacher's answers to one problem have in common.
-
-        Two conversations may end in the same question.
-        """
+        """What the student's and the teacher's answers to one problem have in common."""
         return self.question if self.place is None else self.place
 
 
@@ -83,8 +67,7 @@ def _is_whole(file: IO[bytes]) -> bool:
 def read_answers(run_dir: Path, of: Answerer = "answers") -> dict[int, list[Answer]]:
     """Return step -> answers of the student or of the teacher.
 
-    Of a step that was written twice they are the newer ones. Lines that are none of ours are left
-    out, such as one that a crash cut. A run of an older version has no such file, and no answers.
+    Lines that are none of ours are left out, such as one that a crash cut.
     """
     answers: dict[int, list[Answer]] = {}
     for record in _records(run_dir):
@@ -106,7 +89,6 @@ def read_signatures(run_dir: Path) -> dict[str, str]:
 
 
 def _records(run_dir: Path) -> Iterator[Any]:
-    """Yield the JSON values of the file, line by line."""
     try:
         lines = (run_dir / ANSWERS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

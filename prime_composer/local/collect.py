@@ -55,10 +55,7 @@ class Clock:
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """A step's batch, and the metrics of its rollouts and scores.
-
-    ``seconds`` are of the phases of its collection, where that ran beside other work.
-    """
+    """A step's batch, and the metrics of its rollouts and scores."""
 
     batch: Batch
     metrics: dict[str, float]
@@ -154,8 +151,7 @@ def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> 
 class Played:
     """A step's rollouts in environments by id, with reward and advantage, and their metrics.
 
-    A rollout is several samples where its conversation branched. One that failed has none, and is
-    not part of its group.
+    A rollout is several samples where its conversation branched. One that failed has none.
     """
 
     samples: Sequence[Sample] = ()
@@ -164,10 +160,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step sampled, before answers to problems are graded.
-
-    The tasks of environments by id are not among ``problems``; their rollouts are ``played``.
-    """
+    """What a step sampled, before answers to problems are graded; ``played`` are those by id."""
 
     problems: Sequence[Problem]
     rollouts: Sequence[Rollout]
@@ -193,10 +186,7 @@ def play(
     step: int,
     first_index: int = 0,
 ) -> Played:
-    """Play ``group_size`` rollouts of each task, at least one.
-
-    The prompt indices of the tasks begin at ``first_index``, behind those of the step's problems.
-    """
+    """Play ``group_size`` rollouts of each task; their prompts count from ``first_index``."""
     params = SamplingParams(
         temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens
     )
@@ -235,11 +225,7 @@ def play(
 
 
 def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> dict[str, float]:
-    """Return means per rollout that ended, and the share of those that failed.
-
-    Of those that ended, ``rollout/special_texts`` were told the text of a special token, which the
-    library `renderers` makes that token.
-    """
+    """Return means per rollout that ended, and the share of those that failed."""
     episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
     count = len(episodes)
     failed = {"rollout/failed": 1 - count / len(outcomes)}
@@ -260,10 +246,9 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """Sample ``group_size`` rollouts for each problem.
 
-    With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) the
-    student samples each sequence with probability lambda. Otherwise it is the data's solution, or
-    the teacher samples it. The paper draws once per step. Drawing once per sequence has the same
-    mean and less variance.
+    With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each
+    sequence is the student's with probability lambda. The paper draws once per step. Once per
+    sequence has the same mean and less variance.
     """
     prompts = [engine.problems.prompt(problem) for problem in problems]
     params = SamplingParams(
@@ -308,8 +293,7 @@ def teacher_rollouts(
 ) -> list[Rollout]:
     """Let the teachers sample an answer to the problem at each index.
 
-    One of a mixture writes each, drawn by its weight. Their log mu is NaN, as that of the data's
-    solutions: no ratio of p to it is one of two policies.
+    Their log mu is NaN: no ratio of p to it is one of two policies.
     """
     assert engine.teachers is not None, "the recipe has a teacher that samples"
     draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
@@ -367,11 +351,7 @@ def grade(
     problems: Sequence[Problem],
     budget: TimeBudget | None = None,
 ) -> list[Sample]:
-    """Return one sample per rollout, with text, reward and advantage.
-
-    ``Rollout.prompt_index`` is an index into the problems. The budget counts the answers that
-    Math-Verify does not finish.
-    """
+    """Return one sample per rollout, with text, reward and advantage."""
     of_rollout = [problems[rollout.prompt_index] for rollout in rollouts]
     texts = [
         # As the data has it: a chat template may write more around an answer.
@@ -392,10 +372,7 @@ def is_of_data(rollout: Rollout) -> bool:
 
 
 def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
-    """Return each reward minus the mean reward of its group.
-
-    This is prime-rl's default: GRPO without the division by the standard deviation.
-    """
+    """Return reward minus the group's mean: prime-rl's default, GRPO without its division."""
     rewards_of_group: dict[int, list[float]] = {}
     for group, reward in zip(groups, rewards, strict=True):
         rewards_of_group.setdefault(group, []).append(reward)
@@ -414,10 +391,7 @@ def pairs_of_step(
 
 
 def rollout_metrics(samples: Sequence[Sample], problem_set: ProblemSet) -> dict[str, float]:
-    """Return mean reward, share of truncated rollouts and mean length; reward by environment.
-
-    Rollouts that are not graded have no reward.
-    """
+    """Return mean reward, share of truncated rollouts and mean length; reward by environment."""
     rollouts = [sample for sample in samples if sample.first]
     count = len(rollouts)
     scored = [sample for sample in rollouts if problem_set.is_scored(sample.problem)]
@@ -445,11 +419,7 @@ def mean_by_environment(
     values: Sequence[float],
     counts: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """Return ``name/ENVIRONMENT``, the mean over each environment's problems.
-
-    Each problem has a value, a sum over its ``counts`` items, or over one. It is empty where the
-    recipe has a single environment, and leaves out those without a problem.
-    """
+    """Return ``name/ENVIRONMENT``, the mean over each one's problems; empty for a single one."""
     if len(environments) == 1:
         return {}
     means = {}

@@ -29,8 +29,7 @@ from prime_composer.tiny_models.rounding import LatentWeights
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
-IDENTITY = "identity"
-"""Key of ``Engine.state_dict``."""
+IDENTITY = "identity"  # Key of ``Engine.state_dict``
 
 
 @dataclass(frozen=True)
@@ -72,41 +71,24 @@ class DropsWeights(Protocol):
 
 @dataclass
 class Engine:
-    """The open models of a run.
-
-    Attributes:
-        loss: the recipe's loss, which decides what the teachers score.
-        model: the student that trains, in float32.
-        teachers: score rollouts with models of their own, and may sample; None where neither the
-            loss nor ``[rollout]`` needs one.
-        reward_scale: lambda of G-OPD, with which the teachers' scores are extrapolated from the
-            reference's; None without a ``[reference]``.
-        policy_teacher: scores with the policy itself; None without ``[teacher.policy]``.
-        policy_overflow: what to do with a rollout that its hint makes too long.
-        policy_room: tokens that a policy teacher may read.
-        reference: the frozen policy of the replay channel's loss, where that loss needs one.
-        pairs: the preference pairs of a file.
-        context: longest sequence in tokens that the engines read.
-        latent: the weights behind a student that stays rounded; None for any other.
-        adapter: the adapter of a LoRA student; None for any other.
-    """
+    """The open models of a run."""
 
     problems: TokenizedProblems
     loss: LossConfig
     model: nn.Module
     sampler: Sampler
-    teachers: Teachers | None = None
-    reward_scale: float | None = None
-    policy_teacher: PolicyTeacher | None = None
+    teachers: Teachers | None = None  # of models of their own; None where none is needed
+    reward_scale: float | None = None  # lambda of G-OPD; None without a ``[reference]``
+    policy_teacher: PolicyTeacher | None = None  # None without ``[teacher.policy]``
     policy_overflow: Rule = "error"
-    policy_room: int = 0
+    policy_room: int = 0  # tokens that a policy teacher may read
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
-    reference: nn.Module | None = None
-    pairs: Sequence[Pair] = ()
+    reference: nn.Module | None = None  # the frozen policy of the replay channel's loss
+    pairs: Sequence[Pair] = ()  # the preference pairs of a file
     environments: "Environments | None" = None
-    context: int = 0
-    latent: LatentWeights | None = None
-    adapter: Adapter | None = None
+    context: int = 0  # longest sequence in tokens that the engines read
+    latent: LatentWeights | None = None  # behind a student that stays rounded
+    adapter: Adapter | None = None  # of a LoRA student
 
     @property
     def stored(self) -> Any:
@@ -138,11 +120,7 @@ class Engine:
         return any(rule != "error" for rule in rules)
 
     def score(self, samples: Sequence[Sample]) -> Scored:
-        """Return the samples with their teacher's scores; unchanged where the loss needs no
-        teacher.
-
-        A policy teacher leaves out the samples that it has no hint for.
-        """
+        """Return the samples with their teacher's scores, without those that have no hint."""
         if self.teachers is not None and self.loss.compares_with_teacher:
             fitted = self.fit(samples)
             kept = [sample for sample in fitted if sample is not None]
@@ -241,10 +219,7 @@ class Engine:
             self.sampler.drop_weights()
 
     def end_step(self, step: int) -> None:
-        """Send the new weights to a teacher that follows the policy, and to the sampler.
-
-        The sampler may be a server that is away. It comes last, when the step's state is whole.
-        """
+        """Send the new weights to a teacher that follows the policy, and to the sampler."""
         if self.policy_teacher is not None:
             self.policy_teacher.end_step(step)
         self.sampler.update_weights(self.model)
@@ -261,12 +236,10 @@ class Engine:
 
     @cached_property
     def data_digests(self) -> dict[str, str]:
-        """Digests of data and replay pairs."""
         return data_digests(self.problems.problem_set, self.pairs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the student: the weights of a moving teacher, and
-        what a resumed run has to find as it was."""
+        """Return what a checkpoint needs besides the student."""
         moving = {} if self.policy_teacher is None else self.policy_teacher.state_dict()
         headers = teacher_headers(self.teachers, self.teacher_specs)
         return moving | {IDENTITY: {"data": self.data_digests, "teachers": headers}}

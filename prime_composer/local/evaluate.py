@@ -32,19 +32,14 @@ from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_prompt import OwnPromptScorer
 from prime_composer.teachers.tape.scorer import NotOnTape
 
-FULL_VOCABULARY_UP_TO = 8192
-"""Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
+FULL_VOCABULARY_UP_TO = 8192  # Largest that ``kl_support = "auto"`` measures in full
 
-COUNTS = ("turns", "tool_calls")
-"""What is counted per rollout of an environment by id."""
+COUNTS = ("turns", "tool_calls")  # What is counted per rollout of an environment by id
 
-EVALUATION_SEED = 20_251_017
-"""Seed of the measured rollouts: the same draws at every evaluation of every run."""
+EVALUATION_SEED = 20_251_017  # Of the measured rollouts: the same draws at every evaluation
 
 
 class Graded(NamedTuple):
-    """A graded answer."""
-
     problem: Problem  # what was asked
     # 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's value. Of a
     # task its reward, NaN where its rollout failed.
@@ -74,29 +69,19 @@ class DivergenceSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures the student and its teachers on the first held-out problems.
-
-    Attributes:
-        engine: the open models.
-        config: the recipe's ``[eval]``.
-        max_tokens: longest completion.
-        micro_batch_tokens: padded tokens per forward of the student.
-        answers: the student's answers to the first problems, at its latest evaluation.
-        teacher_answers: the teacher's own, of problems that have a single teacher.
-        not_measured: what a tape that answers alone lacks.
-    """
+    """Measures the student and its teachers on the first held-out problems."""
 
     engine: Engine
     config: EvalConfig
-    max_tokens: int
-    micro_batch_tokens: int
-    answers: list[Answer] = field(default_factory=list)
+    max_tokens: int  # longest completion
+    micro_batch_tokens: int  # padded tokens per forward of the student
+    answers: list[Answer] = field(default_factory=list)  # the student's, at its latest evaluation
+    # of problems that have a single teacher
     teacher_answers: list[Answer] = field(default_factory=list)
-    not_measured: set[str] = field(default_factory=set)
+    not_measured: set[str] = field(default_factory=set)  # what a tape that answers alone lacks
 
     @classmethod
     def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
-        """Return the evaluator of a recipe whose engine is open."""
         return cls(
             engine,
             recipe.eval,
@@ -112,23 +97,17 @@ class Evaluator:
     def student(self) -> dict[str, float]:
         """Return greedy accuracy, the share of truncated answers, and divergences from the teacher.
 
-        It is empty where nothing is held out. Accuracy is that of the problems that have a metric.
-        Where answers are graded, ``eval/rouge2`` and so on
-        replace ``eval/accuracy``. Environments of both kinds give both, each over its own problems.
-        Where there are several environments, accuracy and reverse KL of each are added as
-        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. Of tasks of environments by id,
-        ``eval/turns`` and ``eval/tool_calls`` are means per rollout.
-
-        Divergences are means over the N tokens of rollouts sampled from the current student at
-        temperature 1 and top-p 1, in nats:
+        Graded metrics replace ``eval/accuracy``. Several environments add ``eval/accuracy/NAME``
+        and ``eval/reverse_kl/NAME``. Divergences are means over the N tokens of rollouts sampled
+        from the current student at temperature 1 and top-p 1, in nats:
 
             eval/reverse_kl = (1/N) sum_t sum_v p(v) (log p(v) - log q(v))
             eval/forward_kl = (1/N) sum_t sum_v q(v) (log q(v) - log p(v))
             eval/entropy = -(1/N) sum_t sum_v p(v) log p(v)
 
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
-        bounds, the entropy is left out, and ``eval/kl_ids`` is K. Where teachers are mixed, q is
-        the mixture. On a top K of a mixture the numbers are no bounds (``backends.mixture.mix``).
+        bounds, and the entropy is left out. On a top K of a mixture they are no bounds
+        (``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         if not problems:
@@ -160,14 +139,8 @@ class Evaluator:
     def teachers(self) -> dict[str, float]:
         """Return the teachers' own greedy accuracy; empty where the loss needs no teacher.
 
-        It is that of the problems that have a metric. A graded metric replaces accuracy, as in
-        ``student``.
-
-        A policy teacher is the policy itself, with the best hint that it may get. Of several
-        teachers, each is measured on the problems that it has a share in, as
-        ``teacher/NAME/accuracy``. Where each problem has a single teacher, the accuracy over all
-        problems and of each environment is added. With ``on_overflow``, problems that a teacher's
-        window does not hold are left out.
+        A policy teacher is the policy with the best hint that it may get. Each of several teachers
+        is measured on the problems that it has a share in, as ``teacher/NAME/accuracy``.
         """
         engine, problem_set = self.engine, self.problems.problem_set
         held_out = problem_set.held_out[: self.config.size]
@@ -358,8 +331,7 @@ class Evaluator:
     def _divergence_sums(
         self, teachers: Teachers, problems: Sequence[Problem]
     ) -> DivergenceSums | None:
-        """Compare student and teacher over one rollout of each problem; None where a tape that
-        answers alone lacks one."""
+        """Compare both over one rollout of each problem; None where a tape lacks one."""
         params = SamplingParams(max_tokens=self.max_tokens)
         answers = self._answers(self.engine.sampler, problems, params)
         sampled = [
@@ -428,11 +400,10 @@ def _kls_and_entropy(
 
 
 def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:
-    """Return the K of the measured KL, which a server that lost its plugin changes.
+    """Return the K of the measured KL.
 
-    With ``kl_support = "auto"`` it is the whole vocabulary where the loss compares that, or where
-    it is small. A server without the scoring plugin is asked for as many ids as the loss needs, or
-    for vLLM's default of 20.
+    A server without the scoring plugin is asked for as many ids as the loss needs, or for vLLM's
+    default of 20.
     """
     size = config.kl_support
     if size != "auto":

@@ -1,9 +1,4 @@
-"""Check the student's weights after every optimizer step, before they are saved or sampled from.
-
-And what is measured: at a run's start, for a teacher that seems to know nothing; at every step,
-for a student whose answers collapse, or whose tokens a teacher with a tokenizer of its own cannot
-judge.
-"""
+"""Check the student's weights after every optimizer step, and what steps measured."""
 
 import math
 from collections import Counter
@@ -18,14 +13,12 @@ from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.step.gradients import NonFiniteLoss
 
-LARGEST_GROWTH = 100.0
-"""How often a tensor's norm at the run's start its norm may become."""
+LARGEST_GROWTH = 100.0  # How often a tensor's norm at the run's start its norm may become
 
 SMALLEST_RMS = 0.01
 """Root mean square below which a tensor's start counts as this.
 
-A matrix that begins at 0 has no norm to compare with. At 0.01, half of the usual initialization of
-a weight, it may grow to entries of 1.
+A matrix that begins at 0 has no norm to compare with. At 0.01 it may grow to entries of 1.
 """
 
 SMALLEST_RMS_OF_FEW = 0.1
@@ -34,8 +27,7 @@ entries beyond 1 by right; it may grow to 10."""
 
 FEW_ENTRIES = 1000
 
-LARGEST_SHARE = 0.05
-"""Share of the student's tokens from which on a word is due, by metric and remedy."""
+LARGEST_SHARE = 0.05  # Of the student's tokens from which on a word is due
 
 REMEDIES = {
     "xtok/noncanonical": (
@@ -50,8 +42,7 @@ REMEDIES = {
 """What a teacher with a tokenizer of its own measures of a step, and what to do about it."""
 
 
-GROWTH = "rollout/growth"
-"""Mean length of the rollouts that the student sampled, as a multiple of the first step's."""
+GROWTH = "rollout/growth"  # Mean length of the student's rollouts, in those of the first step
 
 
 @dataclass(frozen=True)
@@ -140,11 +131,7 @@ class CollapseCheck:
         return check
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Take a step's metrics, and return those that need the first step's.
-
-        A step without a limit's number, as one without a rollout of the student, is none of those
-        in a row.
-        """
+        """Take a step's metrics, and return those that need the first step's."""
         length = metrics.get("rollout/student_tokens")
         self.knows_start |= step == 1
         if self.knows_start and self.first_length is None:
@@ -228,8 +215,7 @@ class WeightCheck:
 def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
     """Return a warning for each teacher whose greedy answers are all wrong.
 
-    A student becomes like it all the same, and the usual reason is another: its answers are in a
-    form that the metric does not read, or are cut.
+    The usual reason: its answers are in a form that the metric does not read, or are cut.
     """
     scores = {name: name.split("/") for name in measured if name.startswith("teacher/")}
     return [
@@ -243,10 +229,7 @@ def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
 
 
 def tokens_of_no_use(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a warning for each metric by which many tokens of a step say little to the student.
-
-    With several teachers, a teacher's name is in front of each metric.
-    """
+    """Return a warning for each metric by which many tokens of a step say little to the student."""
     return {
         name: f"{metrics[name]:.1%} {remedy} ({name})"
         for metric, remedy in REMEDIES.items()

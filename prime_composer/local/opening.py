@@ -49,9 +49,7 @@ from prime_composer.tiny_models.rounding import LatentWeights, layers_to_round
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
-SCORED_AT_ONCE = 4
-"""Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
-one already, and the cache of a large model takes memory."""
+SCORED_AT_ONCE = 4  # Sequences of a teacher that only scores, on a CPU: prefill takes all cores
 
 
 def student_spec(
@@ -79,10 +77,7 @@ def student_spec(
 def teacher_spec(
     teacher: TeacherConfig, student: BackendSpec, model: str | Path, samples: bool, table: str
 ) -> BackendSpec:
-    """Return how to open a teacher's scorer, whose table has this name.
-
-    ``samples`` says whether it samples sequences as well.
-    """
+    """Return how to open a teacher's scorer, whose table has this name."""
     ends = student.ends
     if teacher.tokenizer == "own":
         ends = tuple(ends_of(model) or ()) or None
@@ -130,13 +125,9 @@ def open_engine(
 ) -> Engine:
     """Load the student for training, and open its sampler and the teachers' scorers.
 
-    Where one of them cannot be opened, those that are open already are closed.
-
-    Args:
-        paths: directories of the prepared models, by table ("student", "teacher", "teachers.NAME").
-        student_dir: the student's weights in a checkpoint; None for the recipe's own. With them a
-            server is waited for in full, because it may have been restarted together with the run.
-        teachers_alone: the engine only scores. Its student has no weights, and samples nothing.
+    Where one of them cannot be opened, those that are open already are closed. A student from
+    ``student_dir``, a checkpoint, makes servers be waited for in full: they may have been restarted
+    with the run. With ``teachers_alone`` the student has no weights, and samples nothing.
     """
     origin = model_origin(recipe.student, "student", paths)
     resumes = student_dir is not None
@@ -230,11 +221,9 @@ class NoSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """Refuse."""
         raise NotImplementedError("this engine only scores")
 
     def update_weights(self, model: nn.Module) -> None:
-        """Refuse."""
         raise NotImplementedError("this engine only scores")
 
     def close(self) -> None:
@@ -242,7 +231,6 @@ class NoSampler:
 
 
 def _student_without_weights(model: str | Path) -> tuple[nn.Module, Any]:
-    """Return a student's shapes, and its tokenizer."""
     return shapes(model), load_tokenizer(model)
 
 
@@ -277,10 +265,7 @@ def round_student(model: nn.Module, config: StudentConfig) -> LatentWeights | No
 
 
 def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> nn.Module:
-    """Return the student as it is before the first step, which does not train.
-
-    It is the student's own base where the adapter is a new one.
-    """
+    """Return the student as it is before the first step, which does not train."""
     if config.lora is not None and config.lora.start is None:
         return base_of(engine.model)
     start, _ = load_student(origin)
@@ -461,10 +446,7 @@ def _open_scorers(
 
 
 def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
-    """Return the most tokens of a conversation that every model of a run can read.
-
-    Teachers that read the head of a long rollout, or drop it, do not count.
-    """
+    """Return the most tokens of a conversation that every model of a run can read."""
     rooms = [max_model_len]
     if teachers is not None:
         for teacher, scorer in teachers.scorers.items():

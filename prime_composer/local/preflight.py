@@ -1,8 +1,7 @@
 """Check before the first step that the parts of a recipe fit together.
 
-Every failure is a ``PreflightError`` of one or two sentences that ends with the remedy. What is
-legal but worth knowing is a finding whose state is "warning". Two vocabularies of the same size
-with different tokens raise no error anywhere else; ``weight_sync`` has two more such mistakes.
+Every failure is a ``PreflightError`` of one or two sentences that ends with the remedy. Two
+vocabularies of the same size with different tokens raise no error anywhere else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +48,7 @@ from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.watch import KnownRequest, starts_of
 
-WEIGHT_SYNC = "weight sync"
-"""Name of the check that sends perturbed weights to the sampler."""
+WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
 NO_LIMITS = Limits()
 
@@ -68,25 +66,17 @@ State = Literal["ok", "warning", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. One check may have several warnings beside its own result.
-
-    Attributes:
-        state: its result, or "warning" for what is legal but worth knowing.
-        text: what is wrong or worth knowing, or why the check was skipped; empty where all is well.
-    """
+    """What a check found. One check may have several warnings beside its own result."""
 
     name: str
-    state: State
-    text: str = ""
+    state: State  # its result, or "warning" for what is legal but worth knowing
+    text: str = ""  # what is wrong or worth knowing, or why it was skipped
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Preflight:
-    """What each check found, in their order, and what each teacher was asked, with its scores.
-
-    A teacher without problems is asked nothing.
-    """
+    """What each check found, in their order, and what each teacher was asked, with its scores."""
 
     findings: list[Finding] = field(default_factory=list)
     probes: dict[TeacherId, KnownRequest] = field(default_factory=dict)
@@ -98,16 +88,12 @@ class Preflight:
 
     @property
     def sampler_trainer_difference(self) -> float:
-        """Largest difference between the sampler's and the trainer's log-prob of a token, before
-        and after weight syncs, in nats, of a preflight that passed."""
+        """Largest difference of a token's log-prob around weight syncs, in nats."""
         return next(one for one in self.findings if one.name == WEIGHT_SYNC).numbers["nats"]
 
 
 def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Preflight:
-    """Run every check, the cheap ones first. An error names which of several teachers it is about.
-
-    The weights of student and sampler are the same afterwards as before.
-    """
+    """Run every check, the cheap ones first. An error names which teacher it is about."""
     result = Preflight()
     for name, check in Checks(engine, recipe, result.probes).by_name().items():
         result.findings += check(name)
@@ -123,8 +109,7 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
 def examine(engine: Engine, recipe: Recipe, sends_weights: bool) -> Preflight:
     """Run every check as ``preflight`` does, also after one that failed, which is a finding then.
 
-    With ``sends_weights`` the sampler is sent perturbed weights. Everybody who uses a server would
-    get them.
+    Without ``sends_weights`` no perturbed ones are sent: all users of a server would get them.
     """
     result = Preflight()
     checks = Checks(engine, recipe, result.probes, sends_weights)
@@ -149,11 +134,7 @@ def passed(name: str, warnings: Iterable[str] = (), **numbers: float) -> list[Fi
 
 @dataclass(frozen=True)
 class Checks:
-    """Every check of a recipe's open models. Each returns its findings, or raises an error.
-
-    ``probes`` receives what each teacher was asked. ``sends_weights`` says whether the sampler may
-    be sent perturbed weights.
-    """
+    """Every check of a recipe's open models. Each returns its findings, or raises an error."""
 
     engine: Engine
     recipe: Recipe
@@ -413,11 +394,7 @@ def check_hinted_prompts(
     config: RolloutConfig,
     positions: int,
 ) -> None:
-    """Check that the longest prompt with its hint and a full response fit the context.
-
-    Both limits count: the recipe's, and the positions that the student can read. Held-out problems
-    are asked once, with the best hint.
-    """
+    """Check that the longest prompt with its hint and a full response fit the context."""
     max_tokens, limit = config.max_tokens, config.context()
     if policy.config.hint == "sibling":  # a rollout's text, which may take all of max_tokens
         hinted = max(len(policy.prompt(problem, "")) for problem in problems) + max_tokens
@@ -503,11 +480,7 @@ def check_context(
     raisable: int | None = 0,
     kind: str = "prompt",
 ) -> None:
-    """Check that the longest prompt and a full completion fit the contexts of sampler and scorer.
-
-    A teacher on vLLM reads one token less than its context. What is below ``raisable``, which the
-    recipe set, is the window of a model or a server.
-    """
+    """Check that the longest prompt and a completion fit the contexts of sampler and scorer."""
     if not prompts:
         raise PreflightError("There is no prompt to sample from; check [data].")
     if min(len(ids) for ids in prompts) == 0:

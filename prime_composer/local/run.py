@@ -28,11 +28,11 @@ from prime_composer.local.run_dir.checkpoint import (
     list_checkpoints,
     save_checkpoint,
     set_newer_aside,
+    tensor_bytes,
     tidy,
 )
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.run_dir.outcome import Outcome, RunStopped
-from prime_composer.local.run_dir.room import checkpoint_bytes, checkpoints_at_once, is_due
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
@@ -40,7 +40,7 @@ from prime_composer.local.watch import Watch, WatchFailed, open_watch
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import CheckpointConfig, Recipe
 from prime_composer.recipe.watchers import check_measured
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import gradient_shares
@@ -66,27 +66,7 @@ class Display(Protocol):
 
 @dataclass
 class Run:
-    """An open run.
-
-    Attributes:
-        recipe: the recipe.
-        run_dir: the run directory.
-        display: shows the run.
-        engine: the open models.
-        student: what trains.
-        watch: whether teachers and sampler are still right.
-        collapse: whether the student's answers are beyond a limit.
-        evaluator: measures the student.
-        tracker: logs the steps.
-        stop: whether a signal asked the run to stop.
-        evaluations: step -> what was measured after it.
-        ahead: collects a batch before its step; None where each is collected in its step.
-        clock: measures the step under way.
-        metrics: of the batch of the step under way.
-        abandoned: a step was given up, because a signal came while it waited for a server.
-        warned: metrics of steps, and what is not measured, of which the user was warned, each once.
-        island: what averages the weights with those of other runs; None for a run by itself.
-    """
+    """An open run."""
 
     recipe: Recipe
     run_dir: Path
@@ -98,13 +78,13 @@ class Run:
     evaluator: Evaluator
     tracker: Tracker
     stop: StopRequest
-    evaluations: dict[int, dict[str, float]]
-    ahead: Ahead | None = None
-    clock: Clock = field(default_factory=Clock)
-    metrics: dict[str, float] = field(default_factory=dict)
-    abandoned: bool = False
-    warned: set[str] = field(default_factory=set)
-    island: Island | None = None
+    evaluations: dict[int, dict[str, float]]  # by the step that they followed
+    ahead: Ahead | None = None  # None where each batch is collected in its step
+    clock: Clock = field(default_factory=Clock)  # of the step under way
+    metrics: dict[str, float] = field(default_factory=dict)  # of the batch of the step under way
+    abandoned: bool = False  # a signal came while the step waited for a server
+    warned: set[str] = field(default_factory=set)  # of which the user was warned, each once
+    island: Island | None = None  # None for a run by itself
 
     def __post_init__(self) -> None:
         recipe, engine, rollout = self.recipe, self.engine, self.recipe.rollout
@@ -147,7 +127,7 @@ class Run:
     def collect_by(self, step: int, weights: Weights, clock: Clock) -> Collected:
         """Return the batch of a step, sampled by the weights that the sampler has.
 
-        Who is due or was lost is checked after the batch is scored and before it trains. A teacher
+        Who is due or was lost is checked after the batch is scored and before it trains: a teacher
         that was exchanged while it scored this batch is seen as well.
         """
         engine, recipe = replace(self.engine, model=weights.model), self.recipe
@@ -175,10 +155,7 @@ class Run:
         return student.metrics
 
     def load_weights(self, step: int) -> None:
-        """Average with other islands, and send the new weights to whoever follows the student.
-
-        A sampler that works ahead gets them between two batches, and here where it is asked next.
-        """
+        """Average with other islands, and send the new weights to whoever follows the student."""
         if self.island is not None:
             if self.island.is_outer(step):
                 self.stop.wait_begins()
@@ -246,7 +223,6 @@ class Run:
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
 
     def is_to_save(self, step: int) -> bool:
-        """Return whether a step ends with a checkpoint."""
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.checkpoint.every)
 
     def measure(self, step: int) -> dict[str, float]:
@@ -354,11 +330,7 @@ class Run:
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
 
     def leave(self, error: Exception) -> RunStopped:
-        """Save the last finished step after an error, unless it is saved, in doubt, or cannot be.
-
-        Returns:
-            The error to raise: what happened, what is safe, and how to go on.
-        """
+        """Save the last finished step after an error, and return the error to raise."""
         reason = in_words(error)
         self.close()
         # A step in doubt would push the last good checkpoint out.
@@ -377,7 +349,6 @@ class Run:
         return self.how_to_go_on(reason.rstrip("."), last_right)
 
     def how_to_go_on(self, reason: str, last_right: int) -> RunStopped:
-        """Return the end of a run in one sentence."""
         checkpoints = list_checkpoints(self.run_dir)
         right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
         if not right:
@@ -394,7 +365,6 @@ class Run:
         )
 
     def outcome(self) -> Outcome:
-        """Return how the run ended."""
         steps = self.student.steps
         over = steps >= self.recipe.trainer.steps or self.best is not None
         interrupted, signum = self.abandoned or not over, self.stop.signum
@@ -412,10 +382,7 @@ def open_run(
     begin: Callable[[], None] | None = None,
     island: Island | None = None,
 ) -> Iterator[Run]:
-    """Open a run's models, check all that can be checked before a step, and measure the start.
-
-    Takes the arguments of ``train``, and raises its errors.
-    """
+    """Open a run's models, check all that can be checked before a step, and measure the start."""
     check_routing(Routing.of_recipe(recipe), problems)
     stop = StopRequest()
 
@@ -478,11 +445,30 @@ def open_run(
 
 
 def kept_steps(watch: Watch, collapse: CollapseCheck, step: int) -> list[int]:
-    """Return the steps up to each of which the newest checkpoint is kept beside the newest ones.
-
-    Steps after one are in doubt, steps after another have answers beyond a limit.
-    """
+    """Return the steps up to each of which the newest checkpoint is kept beside the newest ones."""
     return [one for one in (watch.verified(step), collapse.healthy) if one is not None]
+
+
+def checkpoint_bytes(engine: Engine) -> int:
+    """Return the size of a checkpoint, with AdamW's two moments and a moving teacher."""
+    moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    return (
+        tensor_bytes(engine.stored.state_dict())
+        + 2 * tensor_bytes(moments)
+        + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
+        + tensor_bytes(engine.state_dict())
+    )
+
+
+def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
+    """Return how many checkpoints are on the disk at most, while one is written."""
+    written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
+    return min(config.keep + 1, written + (done > 0))
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
 
 
 def in_words(error: Exception) -> str:

@@ -12,11 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends the command at once.
-
-    Attributes:
-        signum: number of the signal.
-    """
+    """A signal, whose number is ``signum``, ends the command at once."""
 
     def __init__(self, signum: int):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -39,15 +35,13 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
         return self.signum is not None
 
     @contextmanager
     def may_interrupt(self) -> Iterator[None]:
         """Mark a part of a step that leaves no half of a change when it is given up.
 
-        Within the block a server is not waited for after a signal. It could take ten minutes, and
-        a scheduler that takes the machine back grants half a minute.
+        A server is not waited for there after a signal: a scheduler grants half a minute.
         """
         self._may_wait = True
         try:
@@ -56,10 +50,7 @@ class StopRequest:
             self._may_wait = self.waiting = False
 
     def wait_begins(self) -> None:
-        """Note that a server is waited for. A signal that has come before abandons the step.
-
-        What is waited for in the background is noted for whoever waits for that in turn.
-        """
+        """Note that a server is waited for. A signal that has come before abandons the step."""
         if threading.get_ident() == self.background:
             self.background_waits = True
             return
@@ -72,7 +63,7 @@ class StopRequest:
 def ending_at_once() -> Iterator[None]:
     """Within the block, the first signal ends the process, as the system does it.
 
-    For the import of torch: an exception in the middle of it aborts the process in C++.
+    An exception in the middle of torch's import aborts the process in C++.
     """
     with _handling(signal.SIG_DFL):
         yield
@@ -83,8 +74,7 @@ def stopping_at_once() -> Iterator[None]:
     """Within the block, Ctrl-C, SIGTERM and SIGHUP raise ``Stopped``.
 
     A library that is being imported may turn it into an error of its own; the block ends with
-    ``Stopped`` all the same. A second signal ends the process without more ado, also where the
-    exception was swallowed.
+    ``Stopped`` all the same. A second signal ends the process.
     """
     came: list[int] = []
 
@@ -106,10 +96,7 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def finishing_the_step(stop: StopRequest) -> Iterator[None]:
-    """Within the block, note the first signal in ``stop``; the second one raises ``Stopped``.
-
-    The first one raises ``StepAbandoned`` where a server is waited for.
-    """
+    """Within the block, note the first signal in ``stop``; the second one raises ``Stopped``."""
 
     def note(signum: int, frame: Any) -> None:
         if stop.requested:

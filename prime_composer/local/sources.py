@@ -19,15 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sources(ProblemSet):
-    """Problems and tasks of a recipe that has environments by id.
+    """Problems and tasks of a recipe that has environments by id."""
 
-    Attributes:
-        by_id: the tables of the environments by id.
-        environments: the environments by id, open.
-    """
-
-    by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
-    environments: "Mapping[str, Environment]" = field(default_factory=dict)
+    by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)  # their tables
+    environments: "Mapping[str, Environment]" = field(default_factory=dict)  # by id, open
 
     @property
     def worked(self) -> list[Problem]:
@@ -49,16 +44,7 @@ class Sources(ProblemSet):
 
 
 def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
-    """Load what a recipe trains and tests on.
-
-    Args:
-        recipe: the recipe.
-        rows: the data, where its source is "rows".
-
-    Raises:
-        RecipeError: an environment by id cannot run on this machine.
-        ValueError: as ``load_problem_set``, or the recipe trains on answers that the data lacks.
-    """
+    """Load what a recipe trains and tests on; ``rows`` is the data where its source is "rows"."""
     if recipe.environments_by_id:
         from prime_composer.environments.opening import refuse_what_needs_problems
 

@@ -64,7 +64,6 @@ class Student:
         )
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Update the weights on one batch."""
         lr = self.config.lr * lr_factor(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -104,10 +103,7 @@ class Student:
     def state_dict(self) -> dict[str, Any]:
         """Return all that changes but the model's weights, which a checkpoint stores as a model.
 
-        The latent weights of a student that stays rounded are part of it.
-
-        torch's random state is not part of it. Every draw of a run has a generator of its own,
-        whose seed the recipe and the step decide.
+        torch's random state is not part of it: every draw has a generator of its own.
         """
         latent = {} if self.latent is None else {"latent": self.latent.state_dict()}
         return {
@@ -145,8 +141,7 @@ class Student:
 def lr_factor(config: TrainerConfig, step: int) -> float:
     """Return the learning rate of a step (from 1) as a share of the peak.
 
-    After a linear warm-up the schedule decays to 0. The first step of the decay is at the peak. The
-    schedule would reach 0 one step after the last.
+    The first step of the decay is at the peak. It would reach 0 one step after the last.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps

@@ -37,8 +37,7 @@ from prime_composer.teachers.compatibility import common_ends
 from prime_composer.teachers.tape.store import HEADER_FILE
 from prime_composer.teachers.tokenizer_pair import ends_of
 
-LOOKED_AT = 64
-"""Problems of each part whose rendering is looked at before a run."""
+LOOKED_AT = 64  # Problems of each part whose rendering is looked at before a run
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +51,7 @@ class TokenizedProblems:
     run_ends: Ends | None = None
 
     def prompt(self, problem: Problem) -> list[int]:
-        """Return the token ids of the problem's prompt.
-
-        Of a task they are those of its first messages, without its tools. Sizes and engines are
-        checked with them, and nothing is trained on them.
-        """
+        """Return the token ids of the problem's prompt."""
         if problem not in self._prompts:
             if isinstance(problem, Task):
                 ids = self.tokenizer.apply_chat_template(
@@ -83,10 +78,7 @@ class TokenizedProblems:
         return {one for one in ends if one is not None}
 
     def look(self, answers: bool) -> list[str]:
-        """Look at what the tokenizer makes of the first problems, and return warnings.
-
-        ``answers`` says whether the run trains on those of the data.
-        """
+        """Look at what the tokenizer makes of the first problems, and return warnings."""
         warnings = []
         config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
         unread = "add_generation_prompt" not in str(getattr(self.tokenizer, "chat_template", ""))
@@ -153,10 +145,7 @@ class TokenizedProblems:
         return self.tokenizer.decode(content, skip_special_tokens=True)
 
     def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
-        """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value.
-
-        The budget is of time for the answers of a step that Math-Verify does not finish.
-        """
+        """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value."""
         return reward(text, problem, self.problem_set.config_of(problem), budget)
 
 
@@ -167,11 +156,7 @@ def with_ends(
     teachers: Mapping[TeacherId, TeacherConfig],
     folders: Mapping[str, Path | None],
 ) -> tuple[TokenizedProblems, list[str]]:
-    """Return the problems with what ends a text of their run, and what to say of it.
-
-    ``stop`` is in the place of all that ``common_ends`` finds. Of the teachers, those with the
-    student's tokens end a text, too. ``folders`` has the directories of prepared models, by table.
-    """
+    """Return the problems with what ends a text of their run, and what to say of it."""
     tokenizer = tokenized.tokenizer
     if stop is not None:
         ids = [_token_of(one, tokenizer) for one in stop]
@@ -190,7 +175,6 @@ def with_ends(
 
 
 def _token_of(end: int | str, tokenizer: Any) -> int:
-    """Return the id of an entry of ``rollout.stop``."""
     if isinstance(end, int) and end not in tokenizer.get_vocab().values():
         raise ValueError(
             f"rollout.stop: the student's tokenizer has no token {end}; name one by its text"
@@ -210,10 +194,7 @@ def context_of(
     models: Iterable[tuple[str, ModelConfig, str]],
     paths: Mapping[str, Path | None],
 ) -> int:
-    """Return the context of a run's engines, also where the recipe sets none.
-
-    ``models`` are table, config and backend of those on this machine.
-    """
+    """Return the context of a run's engines, also where the recipe sets none."""
     if rollout.max_model_len is not None:
         return rollout.max_model_len
     problem_set = tokenized.problem_set

@@ -18,11 +18,7 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class Tracker:
-    """Writes one record per step; on resume, drops records newer than the checkpoint.
-
-    ``warn`` is called with a sentence about records that are lost. ``last_step`` is that of the
-    newest record; -1 without one.
-    """
+    """Writes one record per step; on resume, drops records newer than the checkpoint."""
 
     def __init__(
         self,
@@ -150,7 +146,6 @@ class Tracker:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file and the other loggers."""
         self._file.close()
         if self._tensorboard is not None:
             try:
@@ -178,10 +173,7 @@ def import_wandb() -> Any:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return every record of a run, in order. A last line cut short by a crash is left out.
-
-    Any other line that is no record is refused.
-    """
+    """Return every record of a run, in order. A last line cut short by a crash is left out."""
     path = Path(run_dir) / METRICS_FILE
     try:
         return parse_records(path)
@@ -190,10 +182,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, in order. A last line cut short by a crash is left out.
-
-    Another line that is no record is an error, or left out with ``damaged_too``.
-    """
+    """Return the records of a metrics file, in order, without a last line cut by a crash."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, 1):
@@ -221,15 +210,11 @@ def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
 
 
 def is_evaluated(record: Mapping[str, Any]) -> bool:
-    """Return whether a step ended with an evaluation, of a score or of the KL alone.
-
-    Only whole names say so: a teacher's own metrics of a step begin with a name of the user's.
-    """
+    """Return whether a step ended with an evaluation, of a score or of the KL alone."""
     return any(f"eval/{name}" in record for name in (*TITLES, "truncated", "reverse_kl"))
 
 
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Replace a metrics file by these records."""
     replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 

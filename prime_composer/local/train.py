@@ -33,12 +33,7 @@ def train(
     """Train a recipe in ``run_dir``; with ``resume``, continue bit-exactly from that checkpoint.
 
     Args:
-        recipe: the recipe.
-        problems: its problems.
         paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
-        run_dir: an existing directory.
-        display: watches the run.
-        resume: a checkpoint of a run of the same recipe.
         begin: called when every check has passed and before the first file is written.
         island: what averages the weights with those of other runs, where the recipe has islands.
 

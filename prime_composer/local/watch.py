@@ -1,14 +1,9 @@
 """Watch whether teachers and sampler are still those of the run's start.
 
 A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
-The sampler's weights are the student's, or those of its copy where batches are sampled ahead, so
-that its log-probs of the tokens that it samples are those of that model. It is asked at temperature
-1 and top-p 1, for runs that sample in another way or ahead. In the others every step compares its
-own tokens (``step.mismatch``), and the sampler is only asked before its rollouts are evaluated or
-its policy is saved.
-
-A teacher on a server is also asked before every batch trains and after every evaluation, unless the
-scoring plugin says that it is the same one (``teachers.watch``).
+The sampler's are the student's, so that its log-probs of the tokens that it samples are those of
+that model. It is only asked where no step compares its own tokens (``step.mismatch``): for runs
+that sample in another way than at temperature 1 and top-p 1, or ahead.
 
 What this does not see: a fault that is gone when the probe is sent; a teacher that is wrong for
 some sequences and right for the probe; and a model that scores the probe like the first one, within
@@ -43,11 +38,9 @@ from prime_composer.teachers.watch import (
     starts_of,
 )
 
-SAMPLER_PROMPTS = 16
-"""Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each."""
+SAMPLER_PROMPTS = 16  # Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each
 
-CROWD = 16
-"""Copies of the probe in one call, to see how far a server's numbers depend on its batches."""
+CROWD = 16  # Copies of the probe in one call: a server's numbers may depend on its batches
 
 
 class WatchFailed(ValueError):
@@ -84,8 +77,7 @@ class Watch:
     def check(self, step: int, before_use: bool = False, student: nn.Module | None = None) -> None:
         """Ask everyone where it is due, and whose server may be another one.
 
-        Due are the steps of ``checks.every``, and each one before its weights are saved or
-        measured. Nobody is asked twice at one step.
+        Due are the steps of ``checks.every``, and each one before its weights are saved.
         """
         every, starts = self.checks.every, starts_of(self.engine.sampler)
         due = every > 0 and step > self.safe_step and (before_use or step % every == 0)
@@ -105,11 +97,7 @@ class Watch:
             self.safe_step = step
 
     def doubts(self, step: int) -> str:
-        """Return a sentence about finished steps that are not verified; "" without any.
-
-        With ``checks.every = 0`` nothing is verified. Teachers in this process are not exchanged,
-        so that none of them is in doubt.
-        """
+        """Return a sentence about finished steps that are not verified; "" without any."""
         served = any(self.engine.teacher_specs[name].serves for name in self.probes)
         may_change = served or not self.compares_each_step
         if self.checks.every == 0 or step <= self.safe_step or not may_change:
@@ -233,9 +221,8 @@ def open_watch(engine: Engine, recipe: Recipe, status: Callable[[str], None]) ->
 def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:
     """Return how far a teacher's scores of one sequence may be apart, in nats.
 
-    A server's dtype is only known where the recipe names it. Elsewhere the server shows it: one in
-    float32 gives one answer to one request, and in half precision it depends on what else is in
-    the batch.
+    A server shows its dtype: in float32 one request has one answer, in half precision it depends on
+    what else is in the batch.
     """
     assert engine.teachers is not None
     spec, config = engine.teacher_specs[teacher], engine.teachers.routing.teachers[teacher]

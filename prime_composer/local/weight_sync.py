@@ -31,18 +31,14 @@ TOLERANCES = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}
 """Largest difference in nats between the engine's and the trainer's log-prob of one token, by
 dtype. Of a sampler in half precision it is the mean over the tokens of a completion.
 
-float32 engines agree to 5e-6 in practice. Rounding weights and activations to bfloat16 moves a
-log-prob by 0.06 to 0.09 at random, and more for an improbable token. The stale weights that the
-check plants on purpose move it by several nats.
+float32 engines agree to 5e-6 in practice. bfloat16 moves a log-prob by 0.06 to 0.09 at random. The
+stale weights that the check plants on purpose move it by several nats.
 """
 
-LEAST_OF_ROWS = 1e-3
-"""Least tolerance of a row alone and beside others, whose sums have another order."""
+LEAST_OF_ROWS = 1e-3  # Least tolerance of a row beside others: sums have another order
 
 PROBE_TOKENS = 8
-PROBE_PROMPT_TOKENS = 144
-"""Longer than the largest block of vLLM's prefix cache (128 tokens on a CPU): a stale block is
-reused."""
+PROBE_PROMPT_TOKENS = 144  # Longer than a block of vLLM's prefix cache (128 tokens on a CPU)
 
 
 def check_loaded_weights(
@@ -51,10 +47,7 @@ def check_loaded_weights(
     prompts: Sequence[Sequence[int]],
     engine_dtype: str = "float32",
 ) -> float:
-    """Compare the sampler's and the trainer's log-probs as loaded. The sampler's weights stay.
-
-    Arguments, result and errors are those of ``check_weight_sync``.
-    """
+    """Compare the sampler's and the trainer's log-probs as loaded. The sampler's weights stay."""
     limit = TOLERANCES[engine_dtype]
     probe = probe_prompt(prompts, sampler.limits.max_model_len)
     as_loaded = sync_difference(sampler, model, probe, engine_dtype)
@@ -78,10 +71,8 @@ def check_weight_sync(
 
     The first sync sends weights that were changed by about 20%: right after loading, an engine that
     keeps old weights would agree. The second one sends the original weights again. The prompt is
-    long and the same each time, so that stale key-value entries would be reused.
-
-    The result is the largest difference of a token's log-prob, in nats. ``engine_dtype``, the
-    sampler's, sets what is refused. The weights of the student are the same afterwards as before.
+    the same each time, so that stale key-value entries would be reused. The result is the largest
+    difference of a token's log-prob, in nats.
     """
     as_loaded = check_loaded_weights(sampler, model, prompts, engine_dtype)
     limit = TOLERANCES[engine_dtype]
@@ -110,10 +101,7 @@ def check_weight_sync(
 
 
 def check_batches(engine: Engine, rollout: RolloutConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Check the rows of every transformers model of a run, padded as its backends pad them.
-
-    The trainer and scorers pad on the right, and samplers on the left.
-    """
+    """Check the rows of every transformers model of a run, padded as its backends pad them."""
     longest = max(map(len, prompts)) + rollout.max_tokens
     models = [("student", engine.model, engine.sampler.limits.max_model_len)]
     for teacher, live in (engine.teachers.watched if engine.teachers else {}).items():
@@ -133,10 +121,7 @@ def check_rows(
     longest: int,
     sides: Sequence[Side],
 ) -> None:
-    """Check that a short sequence has the same log-probs alone and beside a ``longest`` one.
-
-    Both are padded on each of these sides. The message names the recipe's ``table`` and the model.
-    """
+    """Check that a short sequence has the same log-probs alone and beside a ``longest`` one."""
     head = lm_head_weight(model)
     tokens = [token % len(head) for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
     row = (tokens * (longest // len(tokens) + 1))[:longest]
@@ -184,10 +169,7 @@ def sync_difference(
 
 
 def distance(differences: torch.Tensor, engine_dtype: str) -> float:
-    """Return the largest absolute value in float32, and the mean in half precision.
-
-    Half precision moves single log-probs of trained weights by 0.7 nat, and stale weights move all.
-    """
+    """Return the largest absolute value in float32, and the mean in half precision."""
     sizes = differences.abs()
     return float(sizes.max() if engine_dtype == "float32" else sizes.mean())
 
@@ -222,10 +204,7 @@ def stale_part(
 
 @contextmanager
 def perturbed(model: nn.Module) -> Iterator[None]:
-    """Multiply every floating-point parameter by 1 + 0.2 * noise, and restore the exact values.
-
-    One that is all zeros, as B of an adapter before the first step, becomes 0.02 * noise.
-    """
+    """Multiply every floating-point parameter by 1 + 0.2 * noise, and restore the exact values."""
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     saved = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)

@@ -1,14 +1,5 @@
 """Losses, one file each: a config, then its function. See README.md in this folder.
 
-Distillation, on a support of the teacher's top-K tokens or of the whole vocabulary:
-    topk_reverse_kl, topk_forward_kl, generalized_jsd, head_tail_reverse_kl, taid,
-    entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
-    adaptive_kl
-On the sampled token alone:
-    sampled_reverse_kl, sft
-RL on rewards: default, ipo, icepop.
-Preference pairs: dpo, simpo. Weighted sum of channels: compose.
-
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
 ``[loss.position_weights]``, ``[loss.rl_mix]``. Those that compare with a teacher take
 ``[loss.clamp]`` too.
@@ -21,6 +12,7 @@ from prime_composer.losses.bound import BoundLoss, Objective, WeightedSum, setup
 from prime_composer.losses.config import (
     AnyLoss,
     LossConfig,
+    LossState,
     SupportLossConfig,
     SupportRequest,
     loss_type,
@@ -28,7 +20,6 @@ from prime_composer.losses.config import (
 )
 from prime_composer.losses.needs import Unmet, require, unmet
 from prime_composer.losses.registry import LOSS_FNS, LOSS_TYPES, register
-from prime_composer.losses.shared.protocols import LossState
 
 # Each import registers a loss, and this is the order of the table.
 # isort: off

@@ -20,17 +20,11 @@ from prime_composer.losses.shared.reductions import summed_over_ranks
 
 @runtime_checkable
 class Objective(Protocol):
-    """What a trainer calls: a bound loss or a weighted sum of them.
+    """What a trainer calls: a bound loss or a weighted sum of them."""
 
-    Attributes:
-        config: the config that it was made from.
-        section: recipe section of the config, for messages.
-        stateful: a schedule advances with ``end_step``, and ``state_dict`` is not empty.
-    """
-
-    config: LossConfig
-    section: str
-    stateful: bool
+    config: LossConfig  # that it was made from
+    section: str  # recipe section of the config, for messages
+    stateful: bool  # a schedule advances with ``end_step``
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return the SUM of the loss over the mask, and its metrics by full name."""
@@ -68,8 +62,8 @@ class BoundLoss:
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return the SUM of the loss over the mask, and its metrics by full name.
 
-        A token of the mask whose teacher log-prob is NaN makes the sum NaN: the trainer stops at
-        the rollout. A missing log-prob must never be 0.0, which means probability 1.
+        A token of the mask whose teacher log-prob is NaN makes the sum NaN: a missing log-prob must
+        never be 0.0, which means probability 1.
         """
         _check(inputs, self.config, self.section)
         inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
@@ -105,11 +99,9 @@ class BoundLoss:
                 self.state.end_step(loss / tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
         return {} if self.state is None else self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         if self.state is not None:
             self.state.load_state_dict(state)
 
@@ -158,7 +150,6 @@ class WeightedSum:
             term.objective.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the terms that have one, by name."""
         return {
             name: term.objective.state_dict()
             for name, term in self.terms.items()
@@ -166,7 +157,6 @@ class WeightedSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         if state.keys() - self.terms.keys():
             raise ValueError(
                 f"[{self.section}]: the checkpoint has loss states of {', '.join(state)}, and this "
@@ -242,10 +232,7 @@ def _modified(
 
 
 def _requested(inputs: LossInputs, config: LossConfig) -> Support | None:
-    """Return the K ids that a loss asks for, or all of them where it needs hidden states.
-
-    Another loss of the same run may have made the support larger.
-    """
+    """Return the K ids that a loss asks for, or all of them where it needs hidden states."""
     support, request = inputs.support, config.support
     if inputs.hidden_states is not None and "hidden_states" in config.own_needs:
         return WholeVocabulary(inputs.hidden_states)

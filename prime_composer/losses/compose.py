@@ -4,13 +4,11 @@
 
 ``rl`` learns from rewards, each entry of ``distillation`` from a teacher, and ``replay`` from
 preference pairs, a pack of its own in ``LossInputs.replay``. The weight of ``rl`` is 1 by default,
-and every other weight is 0. Channels with weight 0 are skipped and have no requirements. A channel
-with a positive weight and a missing input is an error that names its recipe key.
+and every other weight is 0. Channels with weight 0 are skipped and have no requirements.
 
 All channels but ``replay`` are sums over the same tokens, so that their weights compare per token.
 ``replay`` is a sum over pairs, which the trainer scales by ``LossInputs.replay.loss_weights``. Each
-channel keeps its own modifiers and its own schedule, which reads the channel's mean loss and not
-the sum's. Metrics are ``compose/<channel>/<what>``, and ``compose/<channel>/loss`` per token.
+channel keeps its own modifiers and its own schedule. Metrics are ``compose/<channel>/<what>``.
 
 Stale rollouts: as each channel has it, with or without an importance ratio.
 """
@@ -136,9 +134,5 @@ class ComposeLossConfig(LossConfig):
 
 @register(ComposeLossConfig)
 def compose_loss_fn(inputs: LossInputs, config: ComposeLossConfig) -> LossOutputs:
-    """sum over channels of weight times the channel's sum.
-
-    ``setup_loss_fn`` binds the channels once, so that their schedules advance. This function binds
-    them for one call.
-    """
+    """sum over channels of weight times the channel's sum."""
     return setup_loss_fn(config)(inputs)

@@ -1,7 +1,7 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from pydantic import (
     BeforeValidator,
@@ -24,14 +24,11 @@ from prime_composer.losses.shared.modifiers import (
     RepetitionMask,
     SpecialTokenMask,
 )
-from prime_composer.losses.shared.protocols import LossState
 from prime_composer.tables import Table
 
-ChannelName = Literal["rl", "distillation", "replay"]
-"""What a loss learns from: rewards, a teacher, or preference pairs."""
+ChannelName = Literal["rl", "distillation", "replay"]  # What a loss learns from
 
-SupportSize = PositiveInt | Literal["full"]
-"""K, the number of token ids per position. "full" is the whole vocabulary."""
+SupportSize = PositiveInt | Literal["full"]  # K ids per position, or the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,20 @@ class Part:
     def section(self, of_sum: str) -> str:
         """Return the recipe section of the term's loss, from that of the sum."""
         return f"{of_sum}.{self.key}" if self.key else of_sum
+
+
+@runtime_checkable
+class LossState(Protocol):
+    """State that a loss reads in each step, advanced once per optimizer step and checkpointed."""
+
+    def end_step(self, mean_loss: float) -> None:
+        """Advance by the step's loss per token."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
 
 
 class LossConfig(Table):
@@ -145,8 +156,7 @@ class LossConfig(Table):
     def needs_fixed_support(self) -> bool:
         """Whether the ids of the support must not depend on the sampled token.
 
-        So it is where the gradient is an estimate that is unbiased for a fixed support only.
-        Override it there.
+        Override it where the gradient is an estimate that is unbiased for a fixed support only.
         """
         return False
 
@@ -160,10 +170,7 @@ class LossConfig(Table):
     @property
     @final
     def modifiers(self) -> tuple[Modifier, ...]:
-        """Modifiers of the inputs, in the order in which they apply.
-
-        An RL mix has the balance alone: its terms keep their own others.
-        """
+        """Modifiers of the inputs, in the order in which they apply."""
         own = (self.repetition, self.special_tokens, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
@@ -240,10 +247,7 @@ class LossConfig(Table):
     @property
     @final
     def support_size(self) -> int | Literal["full"]:
-        """K: ids per position at which the teacher's log-probs are needed, 0 for none.
-
-        A support of the student's choice needs the whole vocabulary, of which the loss chooses.
-        """
+        """K: ids per position at which the teacher's log-probs are needed, 0 for none."""
         request = self.support
         if request is None:
             return 0
@@ -252,10 +256,7 @@ class LossConfig(Table):
     @property
     @final
     def asked_of_teacher(self) -> tuple[int | Literal["full"], bool]:
-        """K that a teacher is asked for which can score given ids, and whether these are given.
-
-        They are the student's most probable ones. Otherwise they are the teacher's own.
-        """
+        """K that a teacher is asked for which can score given ids, and whether these are given."""
         request = self.support
         if request is not None and request.chosen_by == "student" and request.k != "full":
             return request.k, True

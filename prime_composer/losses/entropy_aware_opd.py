@@ -3,13 +3,10 @@
     L = sum over the mask of  R + alpha 1[H(q) > tau] KL(q || p; normalization)
 
 R is the clipped sampled-token reverse KL (``reverse = "sampled"``) or the reverse KL on the same
-support (``"topk"``). The forward KL is an addition, not a switch. Where the teacher has several
-ways to continue, it keeps the student from dropping all but one.
-
-H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome,
-so that H(q) is a lower bound of the entropy of a single teacher. It is none of a mixture's, whose
-head is a bound itself. Choose tau by the metric ``entropy``, which reports this number. The paper's
-tau, alpha and K could not be found, so that tau and alpha have no default here.
+support (``"topk"``). H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest
+counts as one outcome, so that H(q) is a lower bound of the entropy of a single teacher. It is none
+of a mixture's, whose head is a bound itself. Choose tau by the metric ``entropy``, which reports
+this number: the paper's tau, alpha and K could not be found.
 
 Stale rollouts: p is the current student's. With ``reverse = "sampled"``, R is weighted by the
 importance ratio p/mu within the trust region, and nothing else is.

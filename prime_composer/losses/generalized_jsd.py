@@ -6,10 +6,8 @@
 and the scale jumps at both ends (see ``divergences.generalized_jsd``). The divergence is bounded,
 unlike either KL.
 
-Left out: GKD's lambda, the share of sequences that the student generated itself. It is a property
-of the data: the engine draws it per sequence before sampling, and the paper's Alg. 1 once per step.
-Also left out: the paper's mean over each sequence (Eq. 2), because every token of the batch counts
-alike here. Temperatures: log-probs are of T = 1.
+Left out: GKD's lambda, which the engine draws per sequence before sampling, and the paper's mean
+over each sequence (Eq. 2), because every token of the batch counts alike here.
 
 Stale rollouts: compared as the current student has them, without an importance ratio.
 

@@ -6,14 +6,9 @@ Per token y ~ mu of the mask,
 
 The head has the gradient sum_S grad p log p/q, without noise. The second term samples its missing
 part, sum_{not S} grad p log p/q, with an importance weight where the rollout is stale. Summed over
-y the gradient is that of the full KL, since sum grad p = 0. Both log-ratios are detached. A head
-without the detach adds the gradient of the mass P on the support, which no sample outside cancels.
-With a mixture of teachers the head's q is a lower bound where K < V, and the loss is as biased as
-that bound is loose.
-
-A token sampled outside S carries a large log-ratio by construction. With a flat teacher this loss
-differs there from ``topk_reverse_kl`` with ``tail``, which has no variance and does not distinguish
-the tokens outside S.
+y the gradient is that of the full KL, since sum grad p = 0. A head without the detach adds the
+gradient of the mass P on the support, which no sample outside cancels. With a mixture of teachers
+the head's q is a lower bound where K < V, and the loss is as biased as that bound is loose.
 
 Left out: the trust region. ``max_ratio`` bounds rho instead, and gives up the unbiasedness beyond
 the bound.

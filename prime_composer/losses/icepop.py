@@ -4,9 +4,6 @@ Per token of the mask, with advantage A,
 
     -keep adv_tau A rho,    rho = p(y)/mu(y),    keep = ratio_low <= rho <= ratio_high
 
-The gradient is that of a policy gradient on the kept tokens, -keep adv_tau A rho grad log p. A
-dropped token has none, whatever the sign of A.
-
 Left out: the paper has two ratios, one of the two engines at the old weights, which the band tests,
 and PPO's, which is clipped. As in prime-rl, one ratio has both meanings. Equality with prime-rl's
 class is read from its source, and was not run.

@@ -1,8 +1,6 @@
 """Inputs that a loss may need, and what to do about each where it is missing.
 
-``NEEDS`` has a row for every field of ``LossInputs`` that a loss may name in ``needs_inputs``, with
-a remedy for each host that may leave it unmet. A new need is a field there, a row here, and the
-code of the hosts that provide it.
+A new need is a field of ``LossInputs``, a row of ``NEEDS``, and the code of the hosts.
 """
 
 from collections.abc import Iterable
@@ -126,18 +124,9 @@ def require(
     section: str = "loss",
     provider: str | None = None,
 ) -> None:
-    """Raise unless a host provides all that a loss needs.
+    """Raise unless a host provides all that a loss needs; the message has its remedies.
 
-    Args:
-        config: the loss.
-        available: names of the inputs that the host provides.
-        host: whose remedies of ``NEEDS`` the message has.
-        section: recipe section of the loss.
-        provider: what provides the inputs, for the message. None: as in ``PROVIDERS``.
-
-    Raises:
-        ValueError: naming the first unmet need, its section and its remedy; or an input that
-            ``NEEDS`` does not know.
+    ``provider`` is what provides the inputs, for the message. None: as in ``PROVIDERS``.
     """
     provider = provider or PROVIDERS[host]
     available = set(available)

@@ -1,9 +1,7 @@
 """Table of losses, by the ``type`` that a recipe names.
 
-This file imports no loss: each one registers itself.
-
-A loss of the package is registered by a decorator in its own file. A loss from outside is named
-``"my_package.my_module:my_loss"``, and its module is imported when the name is first used.
+This file imports no loss. Each one of the package registers itself, and one from outside is named
+``"my_package.my_module:my_loss"``, whose module is imported when the name is first used.
 """
 
 import inspect

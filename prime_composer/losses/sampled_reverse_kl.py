@@ -124,7 +124,6 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def capped(self) -> bool:
-        """Whether rho is capped."""
         return self.mode == "prime_rl" and self.dialect == "main"
 
     @model_validator(mode="after")

@@ -2,18 +2,14 @@
 
 The hint is privileged information: a reference solution, a verifier's feedback, or a correct
 rollout of the same group. The hint-conditioned policy scores the tokens that the policy sampled
-without the hint. The trainer provides these log-probs (``ref_logprobs`` and ``support``, scored
-with the longer prompt). The loss is a divergence with a bounded importance factor:
+without the hint (``ref_logprobs`` and ``support``):
 
     L = sum over the mask of  min(sg rho, max_ratio) D(p, q),    rho = p(y)/mu(y)
 
 D is ``reverse_kl``, ``forward_kl`` or ``generalized_jsd`` on K tokens, chosen by the teacher or, as
 in SDPO, by the student. Or it is ``sampled_reverse_kl``, sg(log p - log q) log p at the sampled
-token. Both policies are close, so that a support of the student's choice misses little.
-
-``chosen_by = "student"`` needs the teacher's log-probs at ids that depend on the student. The loss
-asks for the whole vocabulary and selects the student's K of it. A trainer whose teacher scores
-given ids provides those K alone.
+token. For ``chosen_by = "student"`` the loss asks for the whole vocabulary and selects the
+student's K of it. A trainer whose teacher scores given ids provides those K alone.
 
 Stale rollouts: D is of the current student, and weighted by the importance ratio rho up to
 ``max_ratio``. D is at temperature 1 (or that of the loss), rho at the sampling temperature.
@@ -132,7 +128,6 @@ def self_distillation_loss_fn(
 def _divergence(
     config: SelfDistillationLossConfig,
 ) -> tuple[Callable[..., Tensor], dict[str, float]]:
-    """Return D and its knobs."""
     if config.divergence == "generalized_jsd":
         return generalized_jsd, {"beta": config.beta}
     return (reverse_kl if config.divergence == "reverse_kl" else forward_kl), {}

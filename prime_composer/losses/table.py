@@ -36,11 +36,7 @@ def renewed(page: str) -> str:
 
 
 def between_markers(page: str, begin: str, end: str, content: str) -> str:
-    """Return a page with other content between two lines.
-
-    Raises:
-        ValueError: the page lacks one of them.
-    """
+    """Return a page with other content between two lines, which it has to have."""
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

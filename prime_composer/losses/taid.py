@@ -112,7 +112,6 @@ class TAIDScheduler:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedule as JSON values."""
         return {
             "t": self.t,
             "momentum": self.momentum,
@@ -121,7 +120,6 @@ class TAIDScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
         self.t, self.momentum = state["t"], state["momentum"]
         self.previous_loss, self.step = state["previous_loss"], state["step"]
 

@@ -2,14 +2,12 @@
 
     L = sum over the mask of  reverse_kl(p, q; normalization),    S = the teacher's K most probable
 
-with the normalizations of ``prime_composer.divergences``. Each position compares a whole
-distribution instead of one sample. ``tail`` adds the tokens outside S as one outcome, and is a
-lower bound of the full KL. ``renorm`` compares p and q within S only, so that nothing constrains
-the student's mass on S.
+with the normalizations of ``prime_composer.divergences``. ``tail`` adds the tokens outside S as one
+outcome, and is a lower bound of the full KL. ``renorm`` compares p and q within S only, so that
+nothing constrains the student's mass on S.
 
-Left out: importance weighting. The divergence is exact at each visited position, and the sampler
-decides which positions are visited. Also left out: the sampled token outside S, see
-``head_tail_reverse_kl``.
+Left out: importance weighting, because the divergence is exact at each visited position, and the
+sampled token outside S, see ``head_tail_reverse_kl``.
 
 Stale rollouts: compared as the current student has them, without an importance ratio.
 

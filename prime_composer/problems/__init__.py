@@ -1,5 +1,4 @@
-"""Problems: where they come from, how they become prompts, how answers are checked, in which order
-they are asked."""
+"""Problems: where they come from, how they become prompts, how answers are checked."""
 
 from prime_composer.problems.config import PROBLEMS as PROBLEMS
 from prime_composer.problems.config import DataConfig as DataConfig

@@ -1,7 +1,6 @@
 """Check answers that are right or wrong. ``metrics.py`` has those of any other value.
 
-The table of what the default rule reads is in recipes/README.md. Its cases are in
-tests/problems/test_answers.py.
+The table of what the default rule reads is in recipes/README.md.
 """
 
 import re
@@ -52,11 +51,9 @@ ARTICLES = ("a", "an", "the")
 DOUBTS = ("or", "nor", "either", "neither", "not", "never", "cannot", "whether")
 """Words of an answer that offers several, or denies one."""
 
-ROUGE_WORD = re.compile(r"[a-z0-9]+")
-"""A word of rouge-score, in lower case."""
+ROUGE_WORD = re.compile(r"[a-z0-9]+")  # A word of rouge-score, in lower case
 
-WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}
-"""Words of a reference below which an answer gets 0, whatever it is."""
+WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}  # Fewer in a reference give any answer 0
 
 
 def verdict(reference: str, reward: float) -> str:
@@ -67,11 +64,7 @@ def verdict(reference: str, reward: float) -> str:
 def is_correct(
     text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
 ) -> bool:
-    """Return whether a completion answers the problem, by the rule of ``config.metric``.
-
-    The budget is of time for answers that Math-Verify does not finish, which count as wrong. None:
-    that of a single answer.
-    """
+    """Return whether a completion answers the problem, by the rule of ``config.metric``."""
     if config.metric == "exact":
         return text.strip() == problem.answer.strip()
     if config.metric == "short_answer":
@@ -122,10 +115,9 @@ def _doubts(part: str | Decimal) -> bool:
 
 
 def contains(text: str, reference: str) -> bool:
-    """Return whether a text has a reference within it.
+    """Return whether a text has a reference within it; neither case nor kind of white space counts.
 
-    Case does not count, and any white space equals any other. ``57`` is not in ``157`` or ``57.5``,
-    and ``art`` is not in ``part``.
+    ``57`` is not in ``157`` or ``57.5``, and ``art`` is not in ``part``.
     """
     words = reference.split()
     if not words:
@@ -168,8 +160,6 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
 
     ``gsm8k`` needs a number after ``####`` that it does not misread. Math-Verify takes any text
     there, or a text without the mark. ROUGE counts words, and ROUGE-2 pairs of them.
-    ``short_answer`` needs a word or a number. The others take any text. The answer is not empty,
-    and messages name its column, ``key``.
     """
     if metric in WORDS_NEEDED:
         needed, words = WORDS_NEEDED[metric], len(ROUGE_WORD.findall(answer.lower()))

@@ -24,18 +24,15 @@ from prime_composer.tables import Table
 
 FINAL_MARK = "####"
 
-MathMetric = Literal["gsm8k", "math_verify"]
-"""Compare an answer's number or formula with the one after the reference's ``####``."""
+MathMetric = Literal["gsm8k", "math_verify"]  # A number or formula is compared
 
-GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]
-"""Give an answer any value in [0, 1], where the others say right or wrong."""
+GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]  # Any value in [0, 1]
 
 Metric = Literal[
     MathMetric, Literal["exact", "contains", "short_answer"], GradedMetric, Literal["none"]
 ]
 
-Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]
-"""What generated facts are about. A capital is not in the prompt."""
+Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]  # A capital is not in the prompt
 
 MATH: tuple[str, ...] = get_args(MathMetric)
 GRADED: tuple[str, ...] = get_args(GradedMetric)
@@ -43,8 +40,7 @@ GRADED: tuple[str, ...] = get_args(GradedMetric)
 USUAL_METRIC = {"summary": "rouge2", "translation": "bleu", "facts": "short_answer"}
 """``kind`` of generated problems -> the metric that fits, where that is not "exact"."""
 
-PROBLEMS = "problems"
-"""The environment's name where a recipe has a single ``[data]``."""
+PROBLEMS = "problems"  # The environment's name where a recipe has a single ``[data]``
 
 
 def _checked_weights(
@@ -58,8 +54,8 @@ def _checked_weights(
     return teacher
 
 
+# Keys of ``[data]`` that need a chat template
 CHAT_KEYS = ("messages_key", "system", "system_key", "template_args")
-"""Keys of ``[data]`` that need a chat template."""
 
 TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
@@ -74,12 +70,10 @@ class Used:
 
     @property
     def trains(self) -> bool:
-        """Whether what the table describes is trained on."""
         return self.use != "eval"
 
     @property
     def evaluates(self) -> bool:
-        """Whether what the table describes is evaluated."""
         return self.use != "train"
 
     def check_ratio(self) -> None:
@@ -327,32 +321,21 @@ class Turn(NamedTuple):
     reasoning: str = ""  # what the assistant thought, where the data has it apart
 
 
-Asked = tuple[tuple[Turn, ...], str]
-"""What tells one problem from another: the conversation before the question, and the question."""
+Asked = tuple[tuple[Turn, ...], str]  # The conversation before, and the question
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its answer.
+    """A question and its answer."""
 
-    Attributes:
-        question: the question; of a conversation its last user's message.
-        answer: the reference; empty where the data has none.
-        environment: the recipe's environment that it belongs to.
-        teacher: the teacher that its row names, if any.
-        transcript: the messages of a solved rollout as JSON, which small models learn from in the
-            place of question and answer. Only tasks of environments by id have one.
-        context: the messages before the question.
-        reasoning: what the answer's author thought, where the data has it apart.
-    """
-
-    question: str
-    answer: str
-    environment: str = PROBLEMS
-    teacher: str | None = None
+    question: str  # of a conversation its last user's message
+    answer: str  # the reference; empty where the data has none
+    environment: str = PROBLEMS  # that it belongs to
+    teacher: str | None = None  # that its row names, if any
+    # the messages of a task's solved rollout, which small models learn from, as JSON
     transcript: str | None = None
-    context: tuple[Turn, ...] = ()
-    reasoning: str = ""
+    context: tuple[Turn, ...] = ()  # the messages before the question
+    reasoning: str = ""  # what the answer's author thought, where the data has it apart
 
     @property
     def asked(self) -> Asked:

@@ -12,23 +12,17 @@ from prime_composer.problems.rows import parse_rows, problem_or_none, read_rows
 
 PARQUET = ".parquet"
 CSV = ".csv"
-ENDINGS = (".jsonl", ".jsonl.gz", CSV, PARQUET)
-"""Files of a folder that are read."""
+ENDINGS = (".jsonl", ".jsonl.gz", CSV, PARQUET)  # Files of a folder that are read
 
-LONGEST_FIELD = 2**31 - 1
-"""Characters of a value of a CSV file; the library's own limit is 2^17."""
+LONGEST_FIELD = 2**31 - 1  # Characters of a value of a CSV file; the library's own limit is 2^17
 
 DEFAULTS = DataConfig()
 
-NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)
-"""Beginning of the name of a file that says which part it is: ``train-00000-of-00002.parquet``."""
+NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)  # ``train-00000-of-00002.parquet``
 
 
 def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
-    """Return the files to train on, and those that are held out, if any are.
-
-    ``trains`` says whether files to train on are needed.
-    """
+    """Return the files to train on, and those that are held out, if any are."""
     if path.is_file():
         return [path], []
     if not path.is_dir():

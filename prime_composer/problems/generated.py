@@ -16,10 +16,7 @@ ITEMS = (
 
 
 def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3)) -> list[Problem]:
-    """Generate ``size`` problems from the templates that have one of these numbers of operations.
-
-    The templates take turns. Every number, worked step and answer is a positive integer below 100.
-    """
+    """Generate ``size`` problems from the templates with one of these numbers of operations."""
     turns = cycle(template for template, count in TEMPLATES.items() if count in operations)
 
     def draw(rng: random.Random) -> Problem:

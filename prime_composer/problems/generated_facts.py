@@ -1,8 +1,7 @@
 """Generate facts about invented people, each with a question, for chat models as they come.
 
-A fact stands in the prompt, so that a model needs no knowledge of it: it has to read. What people
-are called, where they live and what they do is split once, for every seed and every recipe. A
-held-out problem has no name, town or job that any problem to train on has.
+A fact stands in the prompt, so that a model has to read and needs no knowledge. A held-out problem
+has no name, town or job that any problem to train on has.
 """
 
 import random
@@ -91,8 +90,7 @@ class Cast(NamedTuple):
     jobs: Sequence[str]
 
 
-ENDS = 6
-"""Towns with the same beginning."""
+ENDS = 6  # Towns with the same beginning
 
 
 def _cast(held_out: bool) -> Cast:

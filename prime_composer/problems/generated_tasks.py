@@ -22,8 +22,7 @@ def _reversal(rng: random.Random) -> Problem:
 def generate_lookups(size: int, seed: int) -> list[Problem]:
     """Generate ``size`` distinct lists of two to five names; the answer is what each of them has.
 
-    Who has what is a table that the problems do not show. It is drawn from the seed, so a model has
-    to learn it.
+    Who has what is drawn from the seed and not shown, so a model has to learn it.
     """
     rng = random.Random(f"lookups {seed}")
     table = {name: rng.choice(GOODS) for name in NAMES}

@@ -24,9 +24,8 @@ CHANGES = (("opened", "opens", "new"), ("closed", "closes", "old"), ("sold", "se
 def generate_summaries(size: int, seed: int) -> list[Problem]:
     """Generate ``size`` reports with distinct texts, each with a summary of one line.
 
-    One sentence of a report has the news, and two or three are beside the point. Their order is
-    drawn, and so is one of three wordings of the summary. Nothing in the report tells which: a
-    model that knows the distribution of the data gives each of them a third.
+    One of three wordings of the summary is drawn. Nothing in the report tells which: a model that
+    knows the distribution of the data gives each of them a third.
     """
     return distinct(size, random.Random(f"summaries {seed}"), _report, "reports")
 
@@ -91,11 +90,7 @@ OBJECT = {
 
 
 def generate_translations(size: int, seed: int) -> list[Problem]:
-    """Generate ``size`` distinct English sentences, each with its German translation.
-
-    Articles and adjectives follow the noun's gender and case. An adverb of half of the sentences
-    stands at their beginning in both languages, and in German the verb comes second.
-    """
+    """Generate ``size`` distinct English sentences, each with its German translation."""
     return distinct(size, random.Random(f"translations {seed}"), _sentence, "sentences")
 
 

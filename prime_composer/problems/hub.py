@@ -8,10 +8,7 @@ from prime_composer.problems.rows import parse_rows, problem_or_none
 
 
 def load_hub(config: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
-    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out.
-
-    A split that ``use`` does not want is not read.
-    """
+    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out."""
     splits = _load_dataset(config)
     train, held_out = (
         _split(splits, name, config) if wanted else []

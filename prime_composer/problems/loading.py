@@ -35,19 +35,12 @@ Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of a recipe, loaded once per command.
+    """The problems of a recipe, loaded once per command."""
 
-    Attributes:
-        practice: the problems to train on, one environment after the other.
-        held_out: the held-out problems, the environments in turn, so that any first part has all of
-            them.
-        sources: the recipe's environments by name.
-        left_out: rows that ``clean`` left out, by environment, where there are any.
-    """
-
-    practice: list[Problem]
-    held_out: list[Problem]
-    sources: Mapping[str, DataConfig]
+    practice: list[Problem]  # to train on, one environment after the other
+    held_out: list[Problem]  # the environments in turn, so that any first part has all
+    sources: Mapping[str, DataConfig]  # the recipe's environments by name
+    # rows that ``clean`` left out, by environment
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def config_of(self, problem: Problem) -> DataConfig:
@@ -60,10 +53,7 @@ class ProblemSet:
         return source is None or source.scored
 
     def transcript(self, problem: Problem) -> str | None:
-        """Return the messages that small models learn from as JSON; None for question and answer.
-
-        These are a task's solved rollout, or the conversation of a problem of chat models.
-        """
+        """Return what small models learn from as JSON; None for question and answer."""
         config = self.sources.get(problem.environment)
         if problem.transcript is not None or config is None or not config.chat_template:
             return problem.transcript
@@ -82,7 +72,6 @@ class ProblemSet:
 
     @property
     def names(self) -> list[str]:
-        """The environments."""
         return list(self.sources)
 
     def ratio(self, name: str) -> float:
@@ -91,15 +80,7 @@ class ProblemSet:
 
 
 def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None) -> ProblemSet:
-    """Load the problems of all environments.
-
-    Args:
-        sources: the environments by name.
-        rows: those of the environment whose source is "rows".
-
-    Raises:
-        ValueError: as ``load_problems``, or one environment trains on what another one holds out.
-    """
+    """Load the problems of all environments; ``rows`` are those of the source "rows"."""
     practice: list[Problem] = []
     left_out: dict[str, int] = {}
     held_out_by_environment: list[list[Problem]] = []
@@ -120,13 +101,7 @@ def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None
 
 
 def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems to train on and the held-out ones, in a fixed order, no question in both.
-
-    Raises:
-        ValueError: a file is missing or malformed (with file and line number), a library is
-            missing, the hub is out of reach, training and held-out questions overlap, or no row
-            names a teacher under ``teacher_key``.
-    """
+    """Return the problems to train on and those held out, in a fixed order, none in both."""
     train, held_out, _ = _load_split(config, None)
     return train, held_out
 
@@ -177,7 +152,6 @@ def _load_source(
 
 
 def _generated(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return generated problems to train on, and held-out ones."""
     if config.kind == "arithmetic":
         return _split(generate_problems(config.size, config.seed, config.operations), config)
     if config.kind != "facts":
@@ -198,15 +172,11 @@ def _split(problems: list[Problem], config: DataConfig) -> tuple[list[Problem], 
     return (problems, []) if config.trains else ([], problems)
 
 
-Parsed = list[Problem | None]
-"""Rows as problems, None for those that are left out."""
+Parsed = list[Problem | None]  # Rows as problems, None for those that are left out
 
 
 def _rows_of(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed | None, str]:
-    """Return the rows to train on, those held out (None: to be set aside), and their origin.
-
-    Of a source with splits, the one that ``use`` leaves out is not read.
-    """
+    """Return the rows to train on, those held out (None: to be set aside), and their origin."""
     if config.source == "hub":
         return *load_hub(config), config.hub_id
     if config.source == "rows":
@@ -258,10 +228,7 @@ def _kept(rows: Sequence[Problem | None]) -> tuple[list[Problem], int]:
 def split_by_question(
     problems: list[Problem], hold_out: float, seed: int
 ) -> tuple[list[Problem], list[Problem]]:
-    """Set aside the share ``hold_out`` of the distinct questions.
-
-    Problems with the same question stay on the same side.
-    """
+    """Set aside the share ``hold_out`` of the distinct questions, equal ones on the same side."""
     questions = sorted({problem.asked for problem in problems})
     random.Random(f"hold-out {seed}").shuffle(questions)
     aside = set(questions[: max(1, round(hold_out * len(questions)))])
@@ -284,7 +251,6 @@ def _refuse_overlap_of_environments(
 
 
 def _remedy(sources: Sequence[DataConfig]) -> str:
-    """Return how two environments become apart."""
     kinds = {source.kind for source in sources if source.source == "generated"}
     if len(kinds) != 1:
         return "Remove them from one of the two."

@@ -16,20 +16,15 @@ from pathlib import Path
 from prime_composer.extras import pip_install
 
 WORKER = Path(__file__).with_name("math_verify_worker.py")
-START_SECONDS = 120.0
-"""Time for the worker to import the library, which takes half a second on a quiet machine."""
+START_SECONDS = 120.0  # To import the library, which takes half a second on a quiet machine
 
-SECONDS_PER_ANSWER = 2.0
-"""CPU time for one answer. Nearly all take a few milliseconds."""
+SECONDS_PER_ANSWER = 2.0  # CPU time for one answer. Nearly all take a few milliseconds.
 
-SECONDS_WHEN_SPENT = 0.5
-"""CPU time for one answer when the budget is spent."""
+SECONDS_WHEN_SPENT = 0.5  # CPU time for one answer when the budget is spent
 
-WALL_SECONDS = 30.0
-"""Time for one answer on the clock, for a worker that gets no CPU time at all."""
+WALL_SECONDS = 30.0  # Time for one answer on the clock, for a worker that gets no CPU time at all
 
-GRACE_SECONDS = 5.0
-"""Time after that until the worker is killed from here."""
+GRACE_SECONDS = 5.0  # Time after that until the worker is killed from here
 
 
 @dataclass
@@ -37,16 +32,11 @@ class TimeBudget:
     """The CPU time that answers without a verdict may cost together, for example in a step.
 
     A busy machine changes no verdict, because no clock is read.
-
-    Attributes:
-        seconds: the time. Once it is spent, every further answer gets ``SECONDS_WHEN_SPENT``.
-        spent: the limits of the answers without a verdict so far.
-        timeouts: number of answers without a verdict.
     """
 
-    seconds: float = 10.0
-    spent: float = 0.0
-    timeouts: int = 0
+    seconds: float = 10.0  # once spent, an answer gets ``SECONDS_WHEN_SPENT``
+    spent: float = 0.0  # the limits of the answers without a verdict so far
+    timeouts: int = 0  # answers without a verdict
 
     @property
     def per_answer(self) -> float:
@@ -149,8 +139,7 @@ def _read_line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
     return line
 
 
-VERIFIER = MathVerifier()
-"""The one of this process."""
+VERIFIER = MathVerifier()  # The one of this process
 
 atexit.register(VERIFIER.close)
 os.register_at_fork(after_in_child=VERIFIER.forget)

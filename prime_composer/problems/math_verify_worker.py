@@ -16,20 +16,15 @@ import resource
 import signal
 import sys
 
-MEMORY = 4 * 2**30
-"""Address space of a child, in bytes."""
+MEMORY = 4 * 2**30  # Address space of a child, in bytes
 
-DELIMITED = re.compile(r"\$|\\boxed")
-"""What tells the library that a text has a formula."""
+DELIMITED = re.compile(r"\$|\\boxed")  # What tells the library that a text has a formula
 
-COMMAND = re.compile(r"\\[A-Za-z]+")
-"""A command of LaTeX."""
+COMMAND = re.compile(r"\\[A-Za-z]+")  # A command of LaTeX
 
-WORD = re.compile(r"[^\W\d_]{2}")
-"""The start of a word, where commands are left out. A formula has letters alone."""
+WORD = re.compile(r"[^\W\d_]{2}")  # Commands left out: a formula has letters alone
 
-OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")
-"""What a formula has and a plain number lacks."""
+OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")  # What a formula has and a plain number lacks
 
 
 def serve() -> None:

@@ -1,7 +1,6 @@
 """Grade answers by the metrics of the field: the reward of one, the value of many, a signature.
 
-The libraries are imported when they are needed: rouge-score for ``rouge2`` and ``rougeL``,
-sacrebleu for ``bleu`` and ``chrf``. All values are shares of 1: a BLEU of 27.3 is 0.273.
+All values are shares of 1: a BLEU of 27.3 is 0.273.
 """
 
 import math
@@ -33,11 +32,7 @@ TITLES = {
 def reward(
     text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
 ) -> float:
-    """Return the reward of an answer, in [0, 1]; 0 or 1 where it is right or wrong.
-
-    Where answers are not graded it is 0, and nothing reads it. The budget is that of
-    ``is_correct``.
-    """
+    """Return the reward of an answer, in [0, 1]; 0 or 1 where it is right or wrong."""
     if not config.scored:
         return 0.0
     if config.graded:
@@ -59,18 +54,9 @@ def sentence_score(metric: str, text: str, reference: str) -> float:
 def total_score(
     metric: str, texts: Sequence[str], references: Sequence[str], rewards: Sequence[float]
 ) -> float:
-    """Return the metric over all answers.
+    """Return the metric over all answers, at least one.
 
     That of BLEU and chrF is one number over the whole corpus. The others are means of the rewards.
-
-    Args:
-        metric: of the answers.
-        texts: the answers, at least one.
-        references: one for each.
-        rewards: one for each.
-
-    Raises:
-        ValueError: the library is missing, or gave no number.
     """
     if LIBRARIES.get(metric) != "sacrebleu":
         return sum(rewards) / len(rewards)
@@ -80,13 +66,7 @@ def total_score(
 
 
 def signature(metric: str) -> str | None:
-    """Return what a number of a graded metric has to be published with, None for another metric.
-
-    sacrebleu's is its own, of the corpus score. rouge-score has none, and gets one here.
-
-    Raises:
-        ValueError: the library is missing.
-    """
+    """Return what a number of a graded metric has to be published with, None for another metric."""
     if metric not in GRADED:
         return None
     if LIBRARIES[metric] == "rouge_score":

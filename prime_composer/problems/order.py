@@ -9,9 +9,8 @@ from functools import cache, lru_cache
 def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) -> list[int]:
     """Return the indices of the problems that step ``step`` (from 0) asks.
 
-    They are a function of the arguments alone, so a resumed run needs no iterator state. The steps
-    walk through one permutation of all problems after another, so each epoch asks every problem
-    once. A batch may straddle two epochs.
+    They are a function of the arguments alone, so a resumed run needs no iterator state. Each epoch
+    asks every problem once. A batch may straddle two epochs.
     """
     first = step * batch_prompts
     return [
@@ -23,19 +22,10 @@ def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) ->
 def environment_batches(
     sizes: Sequence[int], ratios: Sequence[float], batch_prompts: int, seed: int, step: int
 ) -> list[int]:
-    """Return the indices of a step's problems over several environments, as ``prompt_batches``
-    does.
+    """Return the indices of a step's problems over several environments, concatenated.
 
-    The environments' problems are concatenated. Each environment walks through permutations of its
-    own problems. Its count in a step is within one of its exact share by ``ratios``, and exact on
+    The count of each in a step is within one of its exact share by ``ratios``, and exact on
     average: systematic sampling, with an offset drawn anew each step.
-
-    Args:
-        sizes: number of problems of each environment.
-        ratios: relative share of the prompts of each environment.
-        batch_prompts: prompts per step.
-        seed: seed of the permutations and offsets.
-        step: from 0.
     """
     if len(sizes) == 1:
         return prompt_batches(sizes[0], batch_prompts, seed, step)
@@ -51,7 +41,6 @@ def environment_batches(
 
 @cache
 def _shares(ratios: tuple[float, ...], batch_prompts: int, seed: int, step: int) -> list[int]:
-    """Return how many of a step's prompts each environment gets."""
     offset = random.Random(f"environments {seed} {step}").random()
     total, reached, before, counts = sum(ratios), 0.0, 0, []
     for ratio in ratios:

@@ -11,27 +11,19 @@ from typing import Any, Literal
 from prime_composer.problems.generated import ITEMS
 from prime_composer.problems.generated_text import PLACES
 
-Message = dict[str, Any]
-"""A message of a chat, as the OpenAI API has it."""
+Message = dict[str, Any]  # A message of a chat, as the OpenAI API has it
 
 PIECES = range(2, 10)
-HELD_OUT = 0.1
-"""Share of the pairs of an item and a shop whose orders are in the test split alone."""
+HELD_OUT = 0.1  # Share of the pairs of an item and a shop whose orders are in the test split alone
 
 
 @dataclass(frozen=True)
 class Order:
-    """Some pieces of an item, from a shop.
+    """Some pieces of an item, from a shop."""
 
-    Attributes:
-        pieces: how many, from 2 to 9.
-        item: what is ordered.
-        shop: the place of the shop, on which the price depends.
-    """
-
-    pieces: int
+    pieces: int  # from 2 to 9
     item: str
-    shop: str
+    shop: str  # on which the price depends
 
     @property
     def question(self) -> str:
@@ -54,7 +46,6 @@ class Order:
 
 
 def _call(tool: str, arguments: Message, result: str) -> list[Message]:
-    """Return a call of a tool and what the tool says."""
     call = {
         "id": tool,
         "type": "function",
@@ -88,7 +79,7 @@ def times(a: int, b: int) -> str:
 def draw_orders(split: Literal["train", "test"]) -> list[Order]:
     """Return all orders of a split, in a fixed order.
 
-    An item from a shop is in one split alone. So no price of the test was ever seen in training.
+    An item from a shop is in one split alone: no price of the test was ever seen in training.
     """
     pairs = sorted(PRICES)
     random.Random("split of orders").shuffle(pairs)

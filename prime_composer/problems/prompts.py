@@ -13,14 +13,11 @@ from typing import Any
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer, Turn
 
-FIRST_MARK = 0xE000
-"""First character for private use. It stands for a special token's text while data is rendered."""
+FIRST_MARK = 0xE000  # Private use: stands for a special token's text while data is rendered
 
-TRIED_TOKENS = 64
-"""Special tokens with which a tokenizer is tried."""
+TRIED_TOKENS = 64  # Special tokens with which a tokenizer is tried
 
-WORD = re.compile(r"\w+")
-"""What a chat template has to write of a message."""
+WORD = re.compile(r"\w+")  # What a chat template has to write of a message
 
 REASONING = re.compile("(?i)think|thought|reasoning")
 """Is in the tokens before and behind reasoning."""
@@ -28,32 +25,21 @@ REASONING = re.compile("(?i)think|thought|reasoning")
 REASONED = re.compile(r"(?i)(?:/|END_)[\w:]*(?:think|thinking|thought|reasoning)(?:\|?>|\])")
 """Ends reasoning, as models of different makers write it: ``</think>``, ``[/THINK]``."""
 
-LEADING = 32
-"""Characters of a text in front of which a tokenizer shows what it writes there."""
+LEADING = 32  # Characters of a text in front of which a tokenizer shows what it writes there
 
-SPECIMEN = "Forty-two"
-"""An answer, to see what a chat template writes around one."""
+SPECIMEN = "Forty-two"  # An answer, to see what a chat template writes around one
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What ends a text of a run.
+    """What ends a text of a run."""
 
-    Attributes:
-        ids: every id that ends one, in ascending order.
-        answer: the id that ends an answer of the data where its chat template writes none of
-            ``ids``; None where nothing ends a text.
-    """
-
-    ids: tuple[int, ...]
-    answer: int | None
+    ids: tuple[int, ...]  # every id that ends one, in ascending order
+    answer: int | None  # of an answer whose chat template writes none of ``ids``
 
     @classmethod
     def of(cls, tokenizer: Any, turns: Set[int], others: Set[int] = frozenset()) -> "Ends":
-        """Return those of a tokenizer, of what chat templates write, and others.
-
-        An answer ends as in a chat, or with the tokenizer's own end.
-        """
+        """Return those of a tokenizer, of what chat templates write, and others."""
         eos = getattr(tokenizer, "eos_token_id", None)
         own = [] if eos is None else [eos]
         preferred = [*sorted(turns), *own, *sorted(others)]
@@ -66,8 +52,7 @@ def prompt_text(problem: Problem, config: DataConfig) -> str:
 
 
 def answer_text(answer: str, config: DataConfig) -> str:
-    """Return an answer as appended to the prompt: with a leading space, but not with a chat
-    template."""
+    """Return an answer as appended to the prompt: with a leading space outside of chats."""
     return answer if config.chat_template else f" {answer}"
 
 
@@ -106,10 +91,7 @@ def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) ->
 def render_answer(
     problem: Problem, answer: str, config: DataConfig, tokenizer: Any, ends: Ends
 ) -> list[int]:
-    """Return an answer's token ids as they follow those of the prompt, with the id that ends it.
-
-    With a chat template they are what it writes after its own prompt, up to the first end.
-    """
+    """Return an answer's token ids as they follow those of the prompt, with the id that ends it."""
     if ends.answer is None:
         raise ValueError(
             "the student has no end of text, and the data's answers need one: set eos_token_id in "
@@ -163,10 +145,7 @@ def chat_text(
     marks: Mapping[str, str],
     answer: str | None = None,
 ) -> str:
-    """Return a problem as the tokenizer's chat template writes it, with or without an answer.
-
-    Without one it ends in what an answer begins with. The texts of ``marks`` are replaced.
-    """
+    """Return a problem as the tokenizer's chat template writes it, with or without an answer."""
     if getattr(tokenizer, "chat_template", None) is None:
         because = next((key for key in CHAT_KEYS if getattr(config, key) is not None), None)
         remedy = "set it to false" if because is None else f"{because} needs one"
@@ -227,11 +206,7 @@ def render_messages(
 def around_answer(
     problem: Problem, config: DataConfig, tokenizer: Any
 ) -> tuple[str | None, int | None]:
-    """Return what the chat template writes between its prompt and an answer, and the id behind it.
-
-    The first is None where the template writes the prompt otherwise before an answer, the second
-    where it ends an answer with no token of its own.
-    """
+    """Return what the template writes between its prompt and an answer, and the id behind it."""
     try:
         prompt = chat_text(problem, config, tokenizer, {})
         whole = chat_text(problem, config, tokenizer, {}, SPECIMEN)
@@ -277,10 +252,7 @@ def ends_of_chat(tokenizer: Any) -> set[int]:
 
 
 def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
-    """Return the special tokens whose texts stand in some data, each with a character for it.
-
-    The longest is first. None of the characters stands in the data.
-    """
+    """Return the special tokens whose texts stand in some data, the longest first, with marks."""
     special, text = special_tokens(tokenizer), "\n".join(data)
     if not any(first in text for first in _firsts(tokenizer)):
         return {}
@@ -291,10 +263,7 @@ def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
 
 
 def encode(tokenizer: Any, text: str, marks: Mapping[str, str]) -> list[int]:
-    """Return the ids of a text, in which ``marks`` stand for texts of its data.
-
-    These become plain text where the tokenizer can do that (``reads_plainly``).
-    """
+    """Return the ids of a text, in which ``marks`` stand for texts of its data."""
     if marks and reads_plainly(tokenizer):
         return _pieces(tokenizer, text, marks)
     return list(tokenizer.encode(_restore(text, marks), add_special_tokens=False))

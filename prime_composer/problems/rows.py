@@ -16,8 +16,7 @@ from prime_composer.problems.config import DataConfig, Problem, Turn
 GZIP = ".gz"
 """Ending of a file that is compressed."""
 
-ROWS_SHOWN = 5
-"""Malformed rows named in one error."""
+ROWS_SHOWN = 5  # Malformed rows named in one error
 
 ROLES = {
     "system": "system",
@@ -32,8 +31,7 @@ CONVERSATIONS = ("messages", "conversations")
 REASONING_KEYS = ("reasoning_content", "reasoning")
 """Keys of what the assistant thought, where a message has it apart."""
 
-EXACT_UP_TO = 2**53
-"""Size from which on a float may be another whole number than the one that was meant."""
+EXACT_UP_TO = 2**53  # Beyond, a float may be another whole number than was meant
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,11 +44,7 @@ class UnusableRow(ValueError):
 def parse_rows(
     rows: Iterable[tuple[str, R]], parse: Callable[[R], T], limit: int | None = None
 ) -> list[T]:
-    """Return what ``parse`` makes of each row, which comes with its place, for messages.
-
-    Where it raises a ``ValueError`` with what is wrong, one is raised that has ``place: what is
-    wrong`` of the first five such rows.
-    """
+    """Return what ``parse`` makes of each row; the first five malformed ones make one error."""
     parsed: list[T] = []
     errors: list[str] = []
     for place, row in rows:
@@ -123,10 +117,7 @@ def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
 
 
 def problem_of_row(row: Any, config: DataConfig) -> Problem:
-    """Return a row as a problem.
-
-    ``UnusableRow`` is raised where prompt or answer is empty, or the metric cannot use the answer.
-    """
+    """Return a row as a problem, or raise ``UnusableRow`` where it cannot be one."""
     if not isinstance(row, Mapping):
         wanted = f'"{config.prompt_key}" and "{config.answer_key}"'
         if config.messages_key is not None:
@@ -164,7 +155,6 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
 
 
 def _check_answer(answer: str, config: DataConfig, key: str) -> None:
-    """Check that the metric can grade by an answer."""
     if not answer:
         lacks = f'"{key}" is empty'
         if config.messages_key is not None:
@@ -317,11 +307,7 @@ def _is_text(part: Any) -> bool:
 
 
 def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
-    """Return the text in a column, without white space around it.
-
-    The column is a key, or keys with dots between them that lead into objects. Messages name the
-    setting that it comes from, ``key``.
-    """
+    """Return the text in a column, without white space around it."""
     try:
         value = value_at(row, column, key)
     except KeyError as error:

@@ -1,8 +1,4 @@
-"""Name what runs the models of a recipe, and what every other file has to know about it.
-
-The backends of the package are opened by the rooms ``samplers`` and ``teachers``. One from outside
-is named ``"my_package.my_module:MySampler"``. Its module is imported when a recipe names it.
-"""
+"""Name what runs the models of a recipe, and what every other file has to know about it."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,8 @@
 """Mark every key of a recipe with what an export to prime-rl does with it.
 
-A key is one of three things:
-
 - carried: written in prime-rl's own terms, or refused if the version cannot do what it says;
 - only refused: read only by a setting that the export refuses;
-- not carried: prime-rl has no such setting, and a run can do without it. The export lists it with
-the reason.
+- not carried: a run can do without it. The export lists it with the reason.
 
 The mark is on the field, as its ``json_schema_extra``. Keys under ``loss``, ``prepare`` and
 ``prime_rl`` belong to their table, whose field has the mark.
@@ -70,8 +67,7 @@ class SetKey(NamedTuple):
 
 
 def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey]:
-    """Yield every key that a recipe sets, with its mark. Keys that it leaves at their default are
-    skipped."""
+    """Yield every key that a recipe sets, not those left at their default, with its mark."""
     for name in type(table).model_fields:
         if name not in table.model_fields_set:
             continue
@@ -109,8 +105,7 @@ def mark_of(table: type[BaseModel], name: str) -> Mark | None:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the pydantic models that an annotation names, those in unions and containers
-    included."""
+    """Return the pydantic models that an annotation names, also in unions and containers."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]

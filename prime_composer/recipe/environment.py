@@ -22,8 +22,7 @@ from prime_composer.recipe.urls import without_passwords
 from prime_composer.recipe.watchers import EvalConfig
 from prime_composer.tables import Table
 
-MOST_TURNS = 1_000_000
-"""Upper bound of turns."""
+MOST_TURNS = 1_000_000  # Upper bound of turns
 
 OpenTable = Annotated[dict[str, Any], PlainSerializer(without_passwords)]
 """A table whose keys belong to somebody else. It is shown and saved without passwords."""
@@ -115,10 +114,7 @@ AnyEnvironment = Annotated[DataConfig | EnvironmentConfig, BeforeValidator(_pars
 
 
 def check_uses(tables: Mapping[str, DataConfig | EnvironmentConfig], sets_eval: bool) -> None:
-    """Refuse uses that leave nothing to train on, or to evaluate with an ``[eval]``.
-
-    ``tables`` are the recipe's environments by table, or its ``[data]`` alone.
-    """
+    """Refuse uses that leave nothing to train on, or to evaluate with an ``[eval]``."""
     all_have, in_one = "all [environments] have", " in one"
     if "data" in tables:
         all_have, in_one = "[data] has", ""
@@ -155,10 +151,7 @@ def check_environments_of_models(
     environments: Mapping[str, DataConfig | EnvironmentConfig],
     teaching: Collection[str],
 ) -> None:
-    """Refuse generated models, given by table, whose environments cannot teach them.
-
-    ``teaching`` are the environments by id from which a model learns.
-    """
+    """Refuse generated models, given by table, whose environments cannot teach them."""
     known = ", ".join(environments) or "none"
     for model, prepare in models:
         for name in prepare.environments or ():
@@ -184,12 +177,7 @@ def check_environments_of_models(
 def comparable_metrics(
     sources: Mapping[str, DataConfig | EnvironmentConfig], evaluation: EvalConfig, has_kl: bool
 ) -> list[str]:
-    """Return what an evaluation measures of which more or less is better: scores, KLs, cuts.
-
-    Args:
-        sources: the recipe's ``[data]`` or ``[environments]``.
-        evaluation: its ``[eval]``.
-    """
+    """Return what an evaluation measures of which more or less is better: scores, KLs, cuts."""
     metrics: dict[str, None] = {}
     evaluated = {name: source for name, source in sources.items() if source.evaluates}
     for name, source in evaluated.items():

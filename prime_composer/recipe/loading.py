@@ -21,11 +21,9 @@ from prime_composer.tables import Table, nearest
 
 S = TypeVar("S", bound=Table)
 
-DEEPEST = 50
-"""Most tables and lists within each other. A recipe has about six, prime-rl's config about ten."""
+DEEPEST = 50  # Most tables within each other. A recipe has about six, prime-rl's config about ten
 
-LETTERS_SHOWN = 800
-"""Length up to which the problems of a recipe are named. The first one always is."""
+LETTERS_SHOWN = 800  # Up to which the problems of a recipe are named
 
 REMEDIES_OF_MISSING = {
     "loss": '; write [loss] with type = "topk_reverse_kl" and k = 32, the recipes\' default',
@@ -61,16 +59,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
-    """Return the tables of a TOML file.
-
-    Args:
-        path: the file.
-        what: the kind of file, for the error message.
-        shipped: the folder of the shipped files of that kind, for the error message.
-
-    Raises:
-        RecipeError: the file is missing or no TOML.
-    """
+    """Return the tables of a TOML file; a ``RecipeError`` where it is missing or no TOML."""
     path = Path(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -93,10 +82,7 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
-    """Validate nested tables as a ``cls``. One ``RecipeError`` names its problems and their keys.
-
-    Of many problems the first ones are named and the rest is counted.
-    """
+    """Validate nested tables as a ``cls``. One ``RecipeError`` names its problems."""
     try:
         _check_values(raw)
         return cls.model_validate(raw)
@@ -153,9 +139,6 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     """Set ``section.key=value`` in nested tables, in place.
 
     A model has one origin: ``student.model=DIR`` replaces the recipe's ``[student.prepare]``.
-
-    Raises:
-        RecipeError: the item is not of that form, or a section of it is a value.
     """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
@@ -214,14 +197,7 @@ def _echo(value: Any) -> str:
 
 
 def fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
-    """Return the names of the fields of the table that an error location leads to.
-
-    Args:
-        loc: keys of tables that were read, and names that a recipe may choose, such as that of
-            [teachers.NAME]. A name may be that of a key.
-        root: the outermost table.
-        raw: its value.
-    """
+    """Return the names of the fields of the table that an error location leads to."""
     table, value, is_name = root, raw, False
     for part in loc:
         value = value[part]

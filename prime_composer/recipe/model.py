@@ -47,8 +47,7 @@ class ModelConfig(Table):
         return False
 
 
-LARGEST_RANK = 512
-"""Of an adapter. vLLM loads none of a larger rank."""
+LARGEST_RANK = 512  # Of an adapter. vLLM loads none of a larger rank.
 
 
 class LoraConfig(Table):

@@ -13,14 +13,11 @@ from pydantic import (
 
 from prime_composer.tables import Table
 
-LARGEST_SIZE = 1_000_000
-"""Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
+LARGEST_SIZE = 1_000_000  # Of widths, lengths and steps: built on the spot, models are small
 
-MOST_LAYERS = 1000
-"""Upper bound of layers and heads."""
+MOST_LAYERS = 1000  # Upper bound of layers and heads
 
-LARGEST_SEED = 2**63 - 1
-"""Upper bound of seeds: that of TOML's integers."""
+LARGEST_SEED = 2**63 - 1  # Upper bound of seeds: that of TOML's integers
 
 
 class PrepareConfig(Table):
@@ -131,7 +128,7 @@ class QuantizeConfig(Table):
 
             R (bits + 2 * 32 / g) + 32 (N - R)
 
-        This is the least that a file needs. A checkpoint is larger: it stores all in float32.
+        A checkpoint is larger: it stores all in float32.
         """
         return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
 
@@ -189,11 +186,7 @@ class DamagedConfig(Table):
 
 
 def check_dropped(dropped: Collection[int], layers: int, model: str) -> None:
-    """Check that a model has the layers that are removed from it, and others.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a model has the layers that are removed from it, and others."""
     absent = [str(index) for index in dropped if index >= layers]
     if absent:
         raise ValueError(

@@ -35,14 +35,11 @@ TYPE_NAMES: dict[Any, str] = {
     Path: "path",
 }
 
-REFUSED = {"teachers.NAME.policy"}
-"""Tables that the models allow and a validator refuses."""
+REFUSED = {"teachers.NAME.policy"}  # Tables that the models allow and a validator refuses
 
-SHARED = "Losses on a support"
-"""The section of the knobs that most losses have."""
+SHARED = "Losses on a support"  # The section of the knobs that most losses have
 
-Table = tuple[str, type[BaseModel]]
-"""A table's name in a recipe, and its model."""
+Table = tuple[str, type[BaseModel]]  # A table's name in a recipe, and its model
 
 
 def reference() -> str:

@@ -12,12 +12,10 @@ from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
-USUAL_CONTEXT = 2048
-"""Context of a recipe that sets none and needs no more."""
+USUAL_CONTEXT = 2048  # Context of a recipe that sets none and needs no more
 
 
-MOST_AHEAD = 8
-"""Largest ``rollout.ahead``: what prime-rl allows by default."""
+MOST_AHEAD = 8  # Largest ``rollout.ahead``: what prime-rl allows by default
 
 NO_ENDS = not_carried("prime-rl's renderer ends an answer where its chat template does")
 
@@ -124,17 +122,12 @@ class RolloutConfig(Table):
         return self
 
     def context(self, needed: int = 0, windows: Iterable[int | None] = ()) -> int:
-        """Return ``max_model_len``, or what it is where it is unset.
-
-        ``needed`` are the tokens of the longest prompt and its completion, and ``windows`` the
-        positions of the models that read them; None where they are not known.
-        """
+        """Return ``max_model_len``, or what it is where it is unset."""
         if self.max_model_len is not None:
             return self.max_model_len
         return min([max(USUAL_CONTEXT, needed), *(one for one in windows if one is not None)])
 
     def within(self, context: int) -> "RolloutConfig":
-        """Return the table with the context of a run."""
         return self.model_copy(update={"max_model_len": context})
 
     @property

@@ -11,10 +11,7 @@ from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
 @total_ordering
 @dataclass(frozen=True)
 class TeacherId:
-    """A teacher of a recipe, or the ``[reference]`` that it is extrapolated from.
-
-    ``name`` is that under ``[teachers]``, and None for the single ``[teacher]`` or the reference.
-    """
+    """A teacher of a recipe, or the ``[reference]`` that it is extrapolated from."""
 
     name: str | None = None
     is_reference: bool = False
@@ -42,20 +39,14 @@ REFERENCE = TeacherId(is_reference=True)
 
 @dataclass(frozen=True)
 class Routing:
-    """The teachers of a recipe, and who scores what.
+    """The teachers of a recipe, and who scores what."""
 
-    Attributes:
-        teachers: the teachers that are models of their own, and the reference behind them. Empty
-            for a policy teacher, and for a recipe without a teacher.
-        shares: weight of each teacher by environment, where a row names none.
-    """
-
+    # models of their own, and the reference behind them
     teachers: Mapping[TeacherId, TeacherConfig]
-    shares: Mapping[str, Mapping[TeacherId, float]]
+    shares: Mapping[str, Mapping[TeacherId, float]]  # weight by environment, where a row names none
 
     @classmethod
     def of_recipe(cls, recipe: Recipe) -> "Routing":
-        """Read teachers and weights from a recipe."""
         teachers: dict[TeacherId, TeacherConfig] = {
             TeacherId(name): config.resolved(recipe.student)
             for name, config in recipe.teachers.items()

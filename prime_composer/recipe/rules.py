@@ -30,11 +30,7 @@ def check_tapes(teachers: Mapping[str, TeacherConfig]) -> None:
 
 
 def check_ahead(ahead: int, sampler: str, teachers: Mapping[str, TeacherConfig]) -> None:
-    """Refuse batches ahead of their steps where training and sampling or scoring take turns.
-
-    Args:
-        ahead: of ``[rollout]``.
-    """
+    """Refuse batches ahead of their steps where training and sampling or scoring take turns."""
     if not ahead:
         return
     key = f"rollout.ahead = {ahead}"
@@ -133,12 +129,7 @@ def check_own_tokenizers(
     has_reference: bool,
     kl_support: Any,
 ) -> None:
-    """Refuse what a teacher with a tokenizer of its own cannot give.
-
-    Args:
-        has_reference: the recipe has a ``[reference]``.
-        kl_support: of ``[eval]``.
-    """
+    """Refuse what a teacher with a tokenizer of its own cannot give."""
     tables = [table for table, one in teachers.items() if one.tokenizer == "own"]
     if not tables:
         return

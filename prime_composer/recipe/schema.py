@@ -67,8 +67,7 @@ class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
 
-Beta = Annotated[float, Ge(0), Lt(1)]
-"""A decay rate of AdamW's averages."""
+Beta = Annotated[float, Ge(0), Lt(1)]  # A decay rate of AdamW's averages
 
 
 class TrainerConfig(Table):
@@ -212,7 +211,6 @@ class Recipe(Table):
 
     @property
     def environments_by_id(self) -> dict[str, EnvironmentConfig]:
-        """The environments of verifiers."""
         return {
             name: source
             for name, source in self.environments.items()
@@ -231,7 +229,6 @@ class Recipe(Table):
 
     @property
     def teacher_tables(self) -> dict[str, TeacherConfig]:
-        """The teachers by table: "teacher", or "teachers.NAME"."""
         tables: dict[str, TeacherConfig] = {} if self.teacher is None else {"teacher": self.teacher}
         return tables | {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
@@ -253,7 +250,8 @@ class Recipe(Table):
     @property
     def side_by_side(self) -> int:
         """How many sequences a run samples side by side: those of a step, and of an evaluation
-        ``EVALUATED_AT_ONCE``. The others of an evaluation wait for their turn."""
+        ``EVALUATED_AT_ONCE``.
+        """
         return max(self.trainer.batch_size, min(self.eval.largest, EVALUATED_AT_ONCE))
 
     @property
@@ -304,7 +302,6 @@ class Recipe(Table):
                 yield table, model.prepare
 
     def _table_of(self, source: str) -> str:
-        """Return the table that one of ``sources`` is in."""
         return "data" if self.data is not None else f"environments.{source}"
 
     @model_validator(mode="after")

@@ -6,8 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, PlainSerializer
 
-MASK = "***"
-"""What stands where a user and a password were."""
+MASK = "***"  # What stands where a user and a password were
 
 _CREDENTIALS = re.compile(r"""(?<=://)[^\s'"]*@""")
 
@@ -32,12 +31,7 @@ def has_credentials(text: str) -> bool:
 
 
 def two_credentials(owner: str, api_key_var: str) -> str:
-    """Return the message for a server that has both a password and an API key.
-
-    Args:
-        owner: what has the password, as a sentence begins.
-        api_key_var: the environment variable that has the key.
-    """
+    """Return the message for a server that has both a password and an API key."""
     return (
         f"{owner} has a user or password, and the environment variable {api_key_var} has an API "
         "key. A request carries one of them: take the one out of the url, unset the variable, or "
@@ -46,11 +40,7 @@ def two_credentials(owner: str, api_key_var: str) -> str:
 
 
 def checked_url(url: str) -> str:
-    """Return a server's base URL as it is.
-
-    Raises:
-        ValueError: it is none. The message does not repeat it, for it may contain a password.
-    """
+    """Return a server's base URL as it is. The error does not repeat it: it may have a password."""
     example = 'write it as "http://HOST:PORT"'
     try:
         parts = urlsplit(url)

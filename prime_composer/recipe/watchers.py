@@ -66,8 +66,7 @@ class UntilConfig(Table):
     def best(self, evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step of the best value where that is ``plateau`` evaluations old, else None.
 
-        The values are by the step that they were measured after. Of equal ones the first is the
-        best. NaN is no value.
+        Of equal values the first is the best. NaN is no value.
         """
         sign = -1.0 if self.less_is_better else 1.0
         values = [
@@ -92,11 +91,7 @@ class UntilConfig(Table):
 def check_until(
     until: UntilConfig | None, evaluation: EvalConfig, steps: int, measured: Sequence[str]
 ) -> None:
-    """Refuse an end that no evaluation could bring.
-
-    ``measured`` are the metrics that an evaluation of the recipe measures and that have a better
-    side.
-    """
+    """Refuse an end that no evaluation could bring."""
     if until is None:
         return
     if evaluation.every == 0:
@@ -122,8 +117,7 @@ def check_until(
 
 
 def check_measured(until: UntilConfig | None, measured: Collection[str]) -> None:
-    """Refuse an end by a metric that the first evaluation lacks, as the KL where a tape that
-    answers alone has no scores of the rollouts."""
+    """Refuse an end by a metric that the first evaluation lacks."""
     if until is not None and until.metric not in measured:
         found = ", ".join(name for name in measured if name.startswith("eval/")) or "nothing"
         raise ValueError(

@@ -26,48 +26,28 @@ from prime_composer.backends.errors import library_errors
 from prime_composer.backends.protocols import Sampler
 from prime_composer.recipe.backends import backend_of
 
-Status = Callable[[str], None]
-"""Shows a text to the user."""
+Status = Callable[[str], None]  # Shows a text to the user
 
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """How to open a sampler or a scorer of one model.
+    """How to open a sampler or a scorer of one model."""
 
-    Attributes:
-        backend: what runs the model, as the recipe names it.
-        model: directory or hub id.
-        dtype: of weights and activations.
-        max_model_len: longest sequence in tokens, prompt and completion together.
-        sequences: how many it samples or scores side by side.
-        gpu_memory_utilization: share of the GPU's memory, for vLLM.
-        url: base URL, for a server.
-        api_key_var: environment variable with the server's API key.
-        wait: seconds to wait for a server that is away.
-        starting: wait as long for a server that has never answered. It may still be starting.
-        timeout: seconds that one answer of a server may take.
-        section: the recipe's table that describes the model, in brackets.
-        weights_dir: directory through which a server receives new weights; None is the system's
-            own.
-        head: directory of a checkpoint with a served teacher's output head; None asks the server.
-        ends: ids that end a text it samples, and no others; None takes the model's own.
-    """
-
-    backend: str
-    model: str | Path
-    dtype: str
-    max_model_len: int
-    sequences: int
-    gpu_memory_utilization: float
-    url: str | None
-    api_key_var: str
-    wait: float
-    starting: bool
-    timeout: float
-    section: str
-    weights_dir: Path | None = None
-    head: Path | None = None
-    ends: tuple[int, ...] | None = None
+    backend: str  # what runs the model, as the recipe names it
+    model: str | Path  # directory or hub id
+    dtype: str  # of weights and activations
+    max_model_len: int  # prompt and completion together, in tokens
+    sequences: int  # that it samples or scores side by side
+    gpu_memory_utilization: float  # share, for vLLM
+    url: str | None  # base URL, for a server
+    api_key_var: str  # environment variable with the server's API key
+    wait: float  # seconds to wait for a server that is away
+    starting: bool  # wait as long for one that has never answered
+    timeout: float  # seconds that one answer of a server may take
+    section: str  # the recipe's table of the model, in brackets
+    weights_dir: Path | None = None  # for a server's new weights; None: the system's own
+    head: Path | None = None  # checkpoint of a served teacher's head; None asks the server
+    ends: tuple[int, ...] | None = None  # that end a text, and no others; None: the model's own
 
     @property
     def serves(self) -> bool:

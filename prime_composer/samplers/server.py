@@ -33,22 +33,18 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
 )
 
-SLOW_COMPLETION = 10
-"""Tokens per second of one completion on a slow server."""
+SLOW_COMPLETION = 10  # Tokens per second of one completion on a slow server
 
-SLOW_SERVER = 200
-"""Tokens per second of a slow server, all completions together."""
+SLOW_SERVER = 200  # Tokens per second of a slow server, all completions together
 
-VERSION_PATH = "/update_weight_version"
-"""Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""
+VERSION_PATH = "/update_weight_version"  # vLLM 0.32; in memory, so that a restart changes it
 
 START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
 """In ``/metrics`` of a vLLM with one API server process."""
 
 METRICS_BYTES = 2**24
 
-ROUNDS = 3
-"""How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
+ROUNDS = 3  # How often weights or rollouts go again when the server was lost meanwhile
 
 
 class Reset(msgspec.Struct):
@@ -85,17 +81,13 @@ class ServerSampler(Server):
     """Rollouts of a running vLLM server (``protocols.Sampler``), with ``Server``'s arguments.
 
     Args:
-        weights_dir: a directory that this process can write and the server can read, for
-            ``update_weights``. None is the system's temporary directory, for a server on this
-            machine.
+        weights_dir: a directory that this process can write and the server can read. None is the
+            system's temporary directory, for a server on this machine.
         eos_token_ids: ids that end a completion, in addition to
             ``SamplingParams.stop_token_ids``. None: the server's own EOS.
         seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
             ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
             crashes.
-
-    Attributes:
-        starts: how often the server was found without the weights that it was sent, plus one.
     """
 
     def __init__(
@@ -125,15 +117,8 @@ class ServerSampler(Server):
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in prompt order; reproducible where seeded.
 
-        mu is the distribution that each token was drawn from. Greedy tokens have log mu = 0. A
-        server that lost the weights of ``update_weights`` gets them again, as the model has them
-        now. What it sampled with others is thrown away and sampled again.
-
-        Raises:
-            ServerError: the server is gone, or returns raw log-probs where they are not log mu.
-            InvalidAnswer: an answer that no model can have given.
-            ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
-                prompt is empty.
+        Greedy tokens have log mu = 0. A server that lost the weights of ``update_weights`` gets
+        them again, as the model has them now, and samples again.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         for _ in range(ROUNDS):
@@ -151,25 +136,14 @@ class ServerSampler(Server):
     def update_weights(self, model: nn.Module) -> None:
         """Write the weights to a directory, reload them in the server, and reset its prefix cache.
 
-        Writes every entry of ``weights_to_load``, including a tied ``lm_head.weight``.
-        ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
-
-        Args:
-            model: the student. It is kept, for a server that is restarted later.
-
-        Raises:
-            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1),
-                or cannot read the directory.
+        ``save_pretrained`` would leave a tied ``lm_head.weight`` out, and the CPU engine would
+        silently keep its old head. The model is kept, for a server that is restarted later.
         """
         self._student = model
         self._send_weights()
 
     def forget_prefixes(self) -> None:
-        """Reset the server's prefix cache.
-
-        Raises:
-            ServerError: other requests are running on the server, or it has no such endpoint.
-        """
+        """Reset the server's prefix cache."""
         content = self._dev_request("/reset_prefix_cache", None)
         if not self._decode(content, Reset, "success or failure", "/reset_prefix_cache").success:
             raise self._connection.error(
@@ -235,10 +209,7 @@ class ServerSampler(Server):
         return [rollout for group in groups for rollout in group]
 
     def _has_lost_weights(self) -> bool:
-        """Return whether the server is another process than the one that the weights were sent to.
-
-        A server that cannot say may be another one after any outage.
-        """
+        """Return whether the server is another process than the one that got the weights."""
         if self._student is None:
             return False
         if self._sign is None:
@@ -273,10 +244,7 @@ class ServerSampler(Server):
         return version
 
     def sign(self) -> str | None:
-        """Return the version of the server's weights, or where it has none when it was started.
-
-        None: it says neither.
-        """
+        """Return the version of the server's weights, or its start; None: it says neither."""
         if not self._has_versions:
             return self.started()
         path = "/weight_info"
@@ -329,10 +297,7 @@ class ServerSampler(Server):
             raise self._refusal(refusal, path) from refusal
 
     def _check_processed(self, prompt: Sequence[int]) -> None:
-        """Refuse raw log-probs. They ignore the temperature: at 2 the two best must come closer.
-
-        A server that was restarted is asked again.
-        """
+        """Refuse raw log-probs. They ignore the temperature: at 2 the two best must come closer."""
         seen = self.starts, self._connection.outages
         if seen == self._processed_at:
             return
@@ -359,8 +324,5 @@ class ServerSampler(Server):
 
 
 def sampling_seconds(completions: int, max_tokens: int) -> float:
-    """Return how long a slow server may sample completions that it was asked for at once.
-
-    They come in addition to the time-out of a request.
-    """
+    """Return how long a slow server may sample completions, beyond the time-out of a request."""
     return max(max_tokens / SLOW_COMPLETION, completions * max_tokens / SLOW_SERVER)

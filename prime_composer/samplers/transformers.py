@@ -30,9 +30,8 @@ def processed_logprobs(
 ) -> Float[Tensor, "rows v"]:
     """Return log mu over the vocabulary: tempered, cut to the nucleus of top_p, renormalized.
 
-    Tokens outside the nucleus are at -inf. The most probable token always stays. This is vLLM's
-    rule and tie-breaking: in ascending order of probability, a token is removed while the mass up
-    to and including it is at most 1 - top_p.
+    Tokens outside the nucleus are at -inf. This is vLLM's rule and tie-breaking: in ascending order
+    of probability, a token is removed while the mass up to and including it is at most 1 - top_p.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     if top_p >= 1:
@@ -49,16 +48,7 @@ def processed_logprobs(
 class TransformersSampler(LoadedModel):
     """Rollouts of a transformers model (``protocols.Sampler``): slower than vLLM, the same numbers.
 
-    Args:
-        model: a model, a directory or a hub id. A model is used as it is, not copied.
-        dtype: of weights and activations, where the model is loaded here.
-        device: None is the GPU where there is one.
-        max_model_len: longest prompt and completion together; None reads the model's limit.
-        batch_size: rollouts that are sampled side by side.
-        eos_token_ids: ids that end a completion; None reads them from the directory or hub id.
-
-    Raises:
-        ValueError: the model cannot be loaded, or a model is given without ``eos_token_ids``.
+    A model in memory is used as it is, not copied, and needs ``eos_token_ids``.
     """
 
     def __init__(
@@ -83,16 +73,7 @@ class TransformersSampler(LoadedModel):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """Return ``params.n`` rollouts per prompt, in prompt order, from a generator of their own.
-
-        mu is the distribution that each token was drawn from (``processed_logprobs``). Greedy
-        tokens have log mu = 0.
-
-        Raises:
-            ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
-                prompt is empty.
-            InvalidAnswer: the model gave NaN or another log-prob that it cannot sample from.
-        """
+        """Return ``params.n`` rollouts per prompt, in order, from a generator of their own."""
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         generator = torch.Generator(device=lm_head_weight(self.model).device).manual_seed(seed)
         jobs = [

@@ -1,8 +1,7 @@
 """The routes of the scoring plugin in vLLM's API server.
 
 One wrong request must never end the engine, and no large one may keep the others waiting: every
-request is checked before the engine sees it (``requests``), handed over in small parts
-(``engine``), and answered in windows. A request whose client is gone is aborted.
+request is checked before the engine sees it, handed over in small parts, and answered in windows.
 """
 
 import asyncio
@@ -57,20 +56,15 @@ from prime_composer.scoring.wire import (
 
 T = TypeVar("T")
 
-ROOM = 2**30
-"""Bytes of responses that are in the making at once. A larger one is so alone."""
+ROOM = 2**30  # Bytes of responses that are in the making at once. A larger one is so alone.
 
-SMALL_BYTES = 2**24
-"""Responses up to this size never wait for larger ones."""
+SMALL_BYTES = 2**24  # Responses up to this size never wait for larger ones
 
-SMALL_ROOM = 2**28
-"""Bytes of small responses that are in the making at once."""
+SMALL_ROOM = 2**28  # Bytes of small responses that are in the making at once
 
-WINDOW_BYTES = 2**20
-"""How much of a response is sent before other requests have their turn."""
+WINDOW_BYTES = 2**20  # How much of a response is sent before other requests have their turn
 
-STALL_SECONDS = 60.0
-"""Time for a client to take a window. One that does not keeps others from the room."""
+STALL_SECONDS = 60.0  # For a client to take a window, who keeps others from the room
 
 MEDIA_TYPE = "application/x-msgpack"
 
@@ -126,10 +120,7 @@ def columns_of(parts: Sequence[dict[str, Any]]) -> int | None:
 
 
 def facts_of(model_config: Any, columns: int | None = None) -> Facts:
-    """Return what the server says about itself.
-
-    ``columns`` are those of its head. A config may have a wider model, with a projection after it.
-    """
+    """Return what the server says about itself."""
     import vllm
 
     return Facts(
@@ -146,7 +137,6 @@ def facts_of(model_config: Any, columns: int | None = None) -> Facts:
 
 
 async def score(request: Request) -> Response:
-    """Answer ``SCORE_PATH``."""
     state = request.app.state
     facts: Facts = state.prime_composer_facts
     try:
@@ -194,7 +184,6 @@ async def score(request: Request) -> Response:
 
 
 async def head(request: Request) -> Response:
-    """Answer ``HEAD_PATH``."""
     facts: Facts = request.app.state.prime_composer_facts
     try:
         head_request = read(await body_of(request, facts), HeadRequest)
@@ -283,10 +272,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 class Windows(Response):
-    """A response of the plugin that is sent as fast as its client takes it, never copied whole.
-
-    ``held`` is given back once it is sent, or the client is gone or does not take it.
-    """
+    """A response of the plugin that is sent as fast as its client takes it, never copied whole."""
 
     def __init__(self, parts: Sequence[Bytes], held: AsyncExitStack):
         self._parts, self._held = parts, held
@@ -294,7 +280,6 @@ class Windows(Response):
         super().__init__(media_type=MEDIA_TYPE, headers={"Content-Length": str(self._size)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         async with self._held:
             if self._size <= WINDOW_BYTES:
                 await self._send(send)

@@ -1,7 +1,6 @@
 """Ask vLLM's engine for the rows of a request, a few of its steps' work at a time.
 
-The engine serves first what came first. A request that handed all its sequences over at once would
-keep all later ones waiting, and its own end would take the engine as long once its client is gone.
+The engine serves first what came first: all sequences at once would keep later requests waiting.
 """
 
 import asyncio
@@ -21,17 +20,13 @@ from prime_composer.scoring.worker import RowsRequest
 T = TypeVar("T")
 
 _process = secrets.token_hex(8)
-_numbers = itertools.count()
-"""Together the name of a request in the engine, which several API servers may share."""
+_numbers = itertools.count()  # For names in the engine, which API servers may share
 
 FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
 
-AHEAD = 2
-"""Steps of the engine, or sequences that are longer, that a request has in it at once: one runs
-and one waits, so that the engine is never idle."""
+AHEAD = 2  # Engine steps of a request at once: one runs and one waits
 
-LEAST_TOKENS = 64
-"""What a sequence counts at least, because of what the API server does for each."""
+LEAST_TOKENS = 64  # What a sequence counts at least, because of what the API server does for each
 
 
 class NoRows(RuntimeError):
@@ -69,11 +64,7 @@ class Room:
 async def all_rows(
     engine: Any, config: Any, score_request: ScoreRequest, rows_requests: list[RowsRequest]
 ) -> tuple[list[Rows], str | None]:
-    """Return the response of each sequence, in order, and the fingerprint of the engine.
-
-    The first error cancels the others. Where several engines or loads of weights answered, their
-    fingerprints are one.
-    """
+    """Return the response of each sequence, in order, and the fingerprint of the engine."""
     block_size: int = config.cache_config.block_size
     longest = max(len(sequence.token_ids) for sequence in score_request.sequences)
     room = Room(AHEAD * max(longest, config.scheduler_config.max_num_batched_tokens))
@@ -109,17 +100,8 @@ async def rows_of(
 ) -> tuple[Rows, str]:
     """Return one sequence's response, and the fingerprint of the process that computed it.
 
-    The prompt's key-value cache is shared with other sequences of its group. Where the cache had
-    more than the prompt, rows are missing, and the sequence is computed once more without it.
-
-    Args:
-        engine: vLLM's client of its engine.
-        token_ids: prompt and completion.
-        rows_request: what the worker has to do.
-        cached: the prefix cache may have the prompt without its last row.
-
-    Raises:
-        NoRows: the engine's processes do not have the plugin, or cannot compute the rows.
+    With ``cached`` the prefix cache may have the prompt. Where it had more, rows are missing, and
+    the sequence is computed once more without it.
     """
     for skips_cache in (False, True) if cached else (True,):
         # A copy is not checked again, and vLLM makes a shallow one instead of a deep one.

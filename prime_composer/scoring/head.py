@@ -1,8 +1,8 @@
 """Read the output head of a model in vLLM's worker.
 
-The head is the one that the model itself multiplies with: ``compute_logits`` is called once, and
-what it passes to vLLM's ``LogitsProcessor`` is noted. So a tied head, a head of another name and a
-bias are found in every architecture. With tensor parallelism each worker has a part of the rows.
+``compute_logits`` is called once, and what it passes to vLLM's ``LogitsProcessor`` is noted. So a
+tied head, a head of another name and a bias are found in every architecture. With tensor
+parallelism each worker has a part of the rows.
 """
 
 from dataclasses import dataclass
@@ -17,29 +17,19 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-HASHED_ROWS = 4096
-"""Rows of the head that are on the CPU at once."""
+HASHED_ROWS = 4096  # Rows of the head that are on the CPU at once
 
 
 @dataclass(frozen=True)
 class Head:
-    """A worker's part of the output head.
+    """A worker's part of the output head."""
 
-    Attributes:
-        weight: its rows, [rows, d].
-        bias: of its rows, [rows]; None without one.
-        first: the first row's id.
-        scale: factor of the logits.
-        softcap: cap of the logits; None for none.
-        computed_in: the dtype of the multiplication.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    first: int
-    scale: float
-    softcap: float | None
-    computed_in: torch.dtype
+    weight: Tensor  # its rows, [rows, d]
+    bias: Tensor | None  # of its rows, [rows]; None without one
+    first: int  # the first row's id
+    scale: float  # factor of the logits
+    softcap: float | None  # cap of the logits; None for none
+    computed_in: torch.dtype  # the dtype of the multiplication
 
 
 def find_head(model: nn.Module) -> Head:
@@ -74,8 +64,7 @@ def head_dtype_of(config: Any) -> str | None:
 def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
     """Return the head and the bias that a model passes to its processor. Nothing is multiplied.
 
-    A model may have hidden states of another width than its config says, and a kernel that is given
-    a wrong width reads and writes beyond its memory.
+    A kernel that is given a wrong width of hidden states reads and writes beyond its memory.
     """
     parameter = next(model.parameters())
     hidden, logits = torch.zeros(2, 1, 1, dtype=parameter.dtype, device=parameter.device)
@@ -102,8 +91,7 @@ def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
 def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
     """Return the head's facts, or some of its rows, as a method of vLLM's worker.
 
-    Everything is of types that vLLM sends between its processes without pickling. ``last`` is the
-    row after the last one; equal to ``first`` for the facts.
+    Everything is of types that vLLM sends between its processes without pickling.
     """
     try:
         head = find_head(worker.get_model())

@@ -1,8 +1,6 @@
 """Kinds of scores: what a row of a response can hold, from the request to a teacher's ``Scores``.
 
-A kind is one object, which both sides have. It says which parameters a request has for it, checks
-them, computes its arrays from rows of hidden states, says how large they are, and makes ``Scores``
-of them. Wire, endpoint and worker know kinds by these methods alone.
+A kind is one object, which both sides have. Wire, endpoint and worker know kinds by its methods.
 """
 
 from abc import ABC, abstractmethod
@@ -29,8 +27,7 @@ from prime_composer.scoring.wire import (
     encode_ids,
 )
 
-Arrays = Mapping[str, NDArray[Any]]
-"""Name -> [n] or [n, columns]. Half precision comes as the numbers' bits (``wire.DTYPES``)."""
+Arrays = Mapping[str, NDArray[Any]]  # [n] or [n, columns]; half precision as its bits
 
 
 class HeadFailed(Exception):
@@ -39,25 +36,15 @@ class HeadFailed(Exception):
 
 @dataclass
 class Rows:
-    """Rows of hidden states, each of which predicts the next token of its sequence.
+    """Rows of hidden states, each of which predicts the next token of its sequence."""
 
-    Attributes:
-        hidden: last hidden states, after the final norm, [n, d].
-        next_ids: the tokens that followed, [n].
-        head: hidden states -> logits, in the model's dtype.
-    """
-
-    hidden: Float[Tensor, "n d"]
-    next_ids: Int[Tensor, " n"]
-    head: Callable[[Tensor], Tensor]
+    hidden: Float[Tensor, "n d"]  # last hidden states, after the final norm, [n, d]
+    next_ids: Int[Tensor, " n"]  # the tokens that followed, [n]
+    head: Callable[[Tensor], Tensor]  # hidden states -> logits, in the model's dtype
 
     @cached_property
     def logits(self) -> Float[Tensor, "n v"]:
-        """Logits in float32; the head runs once, and not at all where no kind reads them.
-
-        Raises:
-            HeadFailed: the head itself did.
-        """
+        """Logits in float32; the head runs once, and not at all where no kind reads them."""
         try:
             logits = self.head(self.hidden)
         except Exception as error:
@@ -71,19 +58,12 @@ class Rows:
 
 
 class KindRequest(msgspec.Struct, frozen=True):
-    """What one kind is asked for the rows of one sequence.
+    """What one kind is asked for the rows of one sequence."""
 
-    Attributes:
-        kind: its name.
-        k: columns of what is asked for, such as ids per row.
-        shared: further parameters that all rows share, in JSON's types.
-        numbers: int32 numbers of each row as bytes, [n, m]; empty without any.
-    """
-
-    kind: str
-    k: int = 0
-    shared: dict[str, Any] = {}
-    numbers: bytes = b""
+    kind: str  # its name
+    k: int = 0  # columns of what is asked for, such as ids per row
+    shared: dict[str, Any] = {}  # by all rows, in JSON's types
+    numbers: bytes = b""  # int32 numbers of each row, [n, m]; empty without any
 
     def per_row(self, n: int) -> NDArray[np.int32] | None:
         """Return the numbers of n rows, [n, m]; None without any."""
@@ -104,29 +84,17 @@ class KindRequest(msgspec.Struct, frozen=True):
 
 
 class Kind(ABC):
-    """One kind of scores, on the server.
+    """One kind of scores, on the server."""
 
-    Attributes:
-        name: on the wire, and at the beginning of its arrays' names.
-        reads_parameters: from ``SequenceRequest.parameters``. The kinds of this file have fields
-            of their own in a request, or no parameters.
-    """
-
-    name: ClassVar[str]
-    reads_parameters: ClassVar[bool] = True
+    name: ClassVar[str]  # on the wire, and at the beginning of its arrays' names
+    reads_parameters: ClassVar[bool] = True  # from ``SequenceRequest.parameters``
 
     @abstractmethod
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """Return name, dtype and columns of each array of ``arrays``, in any order.
-
-        Args:
-            k: of the request.
-            facts: the server's.
-        """
+        """Return name, dtype and columns of each array of ``arrays``, in any order."""
 
     def scratch(self, request: KindRequest) -> int:
-        """Return the numbers of 4 bytes that a row takes while its arrays are computed, besides its
-        logits: values and ids of each column, in two widths."""
+        """Return how many numbers of 4 bytes a row's arrays take while they are made."""
         return 4 * request.k
 
     @abstractmethod
@@ -144,16 +112,7 @@ class Kind(ABC):
     ) -> KindRequest | None:
         """Return what a sequence asks of this kind, checked; None where it does not.
 
-        What passes must not harm vLLM's engine.
-
-        Args:
-            score_request: the whole request.
-            sequence: one of its sequences, whose ids and start are right.
-            facts: the server's.
-
-        Raises:
-            ValueError: the parameters are wrong, or the kind or they are missing. The message is
-                the response.
+        What passes must not harm vLLM's engine. The message of a ``ValueError`` is the response.
         """
         parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
         own = parameters.get(self.name)
@@ -181,7 +140,6 @@ class WithoutParameters(Kind):
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """It has no parameters."""
         return KindRequest(self.name) if self.name in score_request.kinds else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
@@ -189,17 +147,11 @@ class WithoutParameters(Kind):
 
 
 class SupportKind(Kind):
-    """A kind that gives a support, and what a client does with it.
+    """A kind that gives a support, and what a client does with it."""
 
-    Attributes:
-        what: it gives, in words, for messages.
-        ranked: ids come with the most probable one first, and are the most probable ones.
-        in_json: a server without the plugin gives it too.
-    """
-
-    what: ClassVar[str] = "these scores"
-    ranked: ClassVar[bool] = False
-    in_json: ClassVar[bool] = False
+    what: ClassVar[str] = "these scores"  # it gives, in words, for messages
+    ranked: ClassVar[bool] = False  # the most probable ids, the most probable one first
+    in_json: ClassVar[bool] = False  # a server without the plugin gives it too
 
     @abstractmethod
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
@@ -241,14 +193,12 @@ class TopK(SupportKind):
     def arrays(
         self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Rank the logits."""
         values, ids = largest(rows.logits, request.k)
         return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
 
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """K is a field of the request."""
         k, kinds = score_request.k, score_request.kinds
         if not 0 <= k <= facts.vocab_size or (self.name in kinds) != (k > 0):
             raise ValueError(
@@ -258,11 +208,9 @@ class TopK(SupportKind):
         return KindRequest(self.name, k) if k else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """K is a field of the request."""
         score_request.k = request.k
 
     def of(self, k: int) -> KindRequest:
-        """Ask for K ids."""
         return KindRequest(self.name, k)
 
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
@@ -281,7 +229,6 @@ class Given(SupportKind):
     name, reads_parameters, what = "given", False, "log-probs of given ids"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """Log-probs."""
         return [Field("given", "float32", k)]
 
     def arrays(
@@ -294,7 +241,6 @@ class Given(SupportKind):
     def read(
         self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """The ids are a field of the sequence."""
         ids = decode_ids(sequence.given, sequence.rows)
         if (self.name in score_request.kinds) != (ids.size > 0):
             raise ValueError("the kind given and given ids go together")
@@ -312,7 +258,6 @@ class Given(SupportKind):
         sequence.given = encode_ids(ids)
 
     def of(self, ids: Int[Tensor, "n k"]) -> KindRequest:
-        """Ask for ids."""
         # NumPy converts in this thread, while torch's threads have other work.
         return KindRequest(self.name, ids.shape[1], numbers=np.asarray(ids, "<i4").tobytes())
 
@@ -332,13 +277,11 @@ class Hidden(WithoutParameters):
     name = "hidden"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """One row of hidden states."""
         return [Field("hidden", facts.dtype, facts.hidden_size)]
 
     def arrays(
         self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Return the rows themselves."""
         return {"hidden": rows.hidden}
 
     def states(self, arrays: Arrays, dtype: torch.dtype) -> Float[Tensor, "n d"]:
@@ -353,12 +296,7 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HI
 
 
 def row_bytes(requests: Iterable[tuple[Kind, int]], facts: Facts) -> int:
-    """Return how many bytes kinds have in a response for each token of interest.
-
-    Args:
-        requests: kinds, and K of each.
-        facts: the server's.
-    """
+    """Return how many bytes kinds have in a response for each token of interest."""
     return sum(field.row_bytes for kind, k in requests for field in kind.fields(k, facts))
 
 

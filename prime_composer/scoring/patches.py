@@ -25,11 +25,9 @@ from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
-HEAD_METHOD = "prime_composer_head"
-"""Name of ``head.read_head`` among the methods of vLLM's worker."""
+HEAD_METHOD = "prime_composer_head"  # Name of ``head.read_head`` among the methods of vLLM's worker
 
-TABLES_METHOD = "prime_composer_tables"
-"""The same of ``pair_tables.take_tables``."""
+TABLES_METHOD = "prime_composer_tables"  # The same of ``pair_tables.take_tables``
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 
@@ -46,10 +44,7 @@ class UnknownVllm(RuntimeError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What of vLLM is read and replaced.
-
-    ``surface`` has the parameters that a "Class.method" of a module must have.
-    """
+    """What of vLLM is read and replaced; ``surface`` has the parameters that methods must have."""
 
     name: str
     surface: dict[str, dict[str, tuple[str, ...]]]
@@ -93,8 +88,7 @@ def patch_runner(module: ModuleType) -> None:
 def patch_rotary(module: ModuleType) -> None:
     """Let a CPU build rotate queries and keys that a model splits into heads, as LFM2 does.
 
-    Its kernel takes [tokens, heads, head_size] for one head after the other, and rotates them by
-    other tokens' positions.
+    Its kernel takes [tokens, heads, head_size] for one head after the other.
 
     TODO(vllm): leave it alone once the kernel reads three dimensions.
     """
@@ -167,10 +161,7 @@ def patch_processor(module: ModuleType) -> None:
 
 
 def patch_logits(module: ModuleType) -> None:
-    """Let ``LogitsProcessor`` keep float32 sums without a float32 copy of the head on a CPU.
-
-    A quantized head multiplies as it does without ``head_dtype``, where vLLM's ends the engine.
-    """
+    """Let ``LogitsProcessor`` keep float32 sums without a float32 copy of the head on a CPU."""
     processor: Any = module.LogitsProcessor
     theirs = getattr(processor, "_apply_head", None)
     if theirs is None:  # an older vLLM, whose head always has the model's dtype
@@ -267,7 +258,7 @@ def lacks(module: ModuleType, surface: dict[str, tuple[str, ...]]) -> list[str]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a module right after its import.
 
-    The runner's module is never imported here: it would start CUDA in the API server.
+    An import of the runner's module would start CUDA in the API server.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,6 @@ def install() -> None:
 
 
 def endpoint() -> Any:
-    """Return the endpoint plugin."""
     from prime_composer.scoring.endpoint import ScoringEndpoint
 
     return ScoringEndpoint()

@@ -1,8 +1,4 @@
-"""Read a request, and refuse what would end vLLM's engine or take the server from all others.
-
-A request is JSON, and no larger than the server's ``Limits`` say. What is refused costs the event
-loop a few milliseconds, whatever its size.
-"""
+"""Read a request, and refuse what would end vLLM's engine or take the server from all others."""
 
 import base64
 import binascii
@@ -25,33 +21,21 @@ from prime_composer.scoring.wire import (
 )
 from prime_composer.scoring.worker import RowsRequest
 
-MOST_SEQUENCES = 2**10
-"""Sequences of a request. Each costs the API server about 0.2 ms, besides its tokens."""
+MOST_SEQUENCES = 2**10  # Each costs the API server about 0.2 ms, besides its tokens
 
-MOST_TOKENS = 2**18
-"""Tokens of a request, or one sequence of the model's full length where that is longer."""
+MOST_TOKENS = 2**18  # Or one sequence of the model's full length where that is longer
 
-MOST_REQUEST_BYTES = 2**25
-"""Bytes of a request, or 16 per token of the longest sequence where that is more. Decoding this
-much takes 0.2 s, most of which are ids of the caller's choice."""
+MOST_REQUEST_BYTES = 2**25  # Or 16 per token of the longest sequence; decoding takes 0.2 s
 
-MOST_RESPONSE_BYTES = 2**32 - 1
-"""Arrays of one response: what a count of msgpack holds. Hidden states of 262,000 tokens with 8,192
-columns in bfloat16 are this much."""
+MOST_RESPONSE_BYTES = 2**32 - 1  # Of arrays: what a count of msgpack holds
 
-MOST_HEAD_BYTES = 2**29
-"""Rows of the output head in one response, counted in float32."""
+MOST_HEAD_BYTES = 2**29  # Rows of the output head in one response, counted in float32
 
-KEYS_PER_SEQUENCE = 4
-"""At least as many commas as a sequence has in JSON besides those between its tokens."""
+KEYS_PER_SEQUENCE = 4  # At least as many commas in JSON besides those between tokens
 
 
 class BadRequest(ValueError):
-    """A request that is not answered.
-
-    Attributes:
-        status: of the refusal.
-    """
+    """A request that is not answered, with the refusal's ``status``."""
 
     status = 400
 
@@ -139,7 +123,6 @@ def tables_of(tables_request: TablesRequest) -> bytes:
 
 
 def check_request(score_request: ScoreRequest, facts: Facts) -> None:
-    """Check what the sequences of a request share."""
     limits = limits_of(facts.max_model_len)
     sequences, kinds = score_request.sequences, score_request.kinds
     tokens = sum(len(sequence.token_ids) for sequence in sequences)
@@ -150,7 +133,6 @@ def check_request(score_request: ScoreRequest, facts: Facts) -> None:
 
 
 def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
-    """Check which rows of the head are asked for."""
     first, last = head_request.first, head_request.last
     if not first <= last <= facts.vocab_size:
         raise BadRequest(

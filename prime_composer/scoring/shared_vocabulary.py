@@ -17,55 +17,32 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-MOST_PADDING = 1024
-"""Most ids by which padding makes one head larger than another of the same tokenizer."""
+MOST_PADDING = 1024  # Most ids more in one head than in another of the same tokenizer
 
-LOG_FLOOR = math.log(1e-7)
-"""log q of a sampled token that the teacher's head lacks; the least mass of a bucket or a tail."""
+LOG_FLOOR = math.log(1e-7)  # Of a sampled token that the teacher's head lacks; of a bucket
 
 
 def lacking(token_ids: Any, size: int | None) -> Any:
-    """Return which ids a head of this size lacks, as an array of token_ids' own kind.
-
-    Args:
-        token_ids: a tensor or an array.
-        size: entries of the head; None where it is unknown, and taken to have every id.
-    """
+    """Return which ids a head lacks; none where its ``size`` is unknown (None)."""
     return token_ids >= (2**31 - 1 if size is None else size)
 
 
 def readable(token_ids: Sequence[int], size: int | None) -> list[int]:
-    """Return a sequence as a model with a head of this size reads it: ids that it lacks replaced.
-
-    Args:
-        token_ids: the sequence.
-        size: entries of the head; None where it is unknown, and taken to have every id.
-    """
+    """Return a sequence as a model with a head of this size reads it, other ids replaced."""
     if size is None or max(token_ids, default=0) < size:
         return list(token_ids)
     return [min(token, size - 1) for token in token_ids]
 
 
 def alien(lowest: int, highest: int, size: int) -> int | None:
-    """Return an id that no padding explains; None without one.
-
-    Args:
-        lowest: smallest id that a teacher listed.
-        highest: largest one.
-        size: entries of the student's head.
-    """
+    """Return an id, from a teacher's smallest to its largest, that no padding explains, or None."""
     if lowest < 0:
         return lowest
     return highest if highest >= size + MOST_PADDING else None
 
 
 def out_of_vocabulary(origin: str, answer: str) -> str:
-    """Return the error for a server of unknown size that lacks an id of the sequence.
-
-    Args:
-        origin: the server in words.
-        answer: what it said.
-    """
+    """Return the error for a server of unknown size that lacks an id of the sequence."""
     return (
         f"{origin} lacks an id of the sequence, which the student's wider head may sample, and "
         "without the scoring plugin the size of its head is not known: start it with "

@@ -17,23 +17,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-NAME = "prime_composer"
-"""Of the plugin, in VLLM_PLUGINS and in each response."""
+NAME = "prime_composer"  # Of the plugin, in VLLM_PLUGINS and in each response
 
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"
-TABLES_PATH = "/v1/prime_composer/tables"
-"""Below /v1, so that the server's API key guards them."""
+TABLES_PATH = "/v1/prime_composer/tables"  # Below /v1, so that the server's API key guards them
 
-FLOAT32_HEAD = {"head_dtype": "float32"}
-"""vLLM's ``hf_overrides`` for float32 sums of the head's products, also in half precision."""
+FLOAT32_HEAD = {"head_dtype": "float32"}  # float32 sums also in half precision
 
 DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 """Name in a response -> NumPy's. NumPy has no bfloat16: its bits come as integers."""
 
-ENVELOPE_BYTES = 2**14
-"""What a response may have besides its arrays, in all and again for each sequence."""
+ENVELOPE_BYTES = 2**14  # Besides a response's arrays, in all and for each sequence
 
 Bytes = bytes | bytearray | memoryview
 
@@ -47,10 +43,7 @@ WITHOUT_PLUGIN = (
 
 
 class WireError(ValueError):
-    """Bytes that are no request or no response of this version.
-
-    ``is_ours`` says whether they come from this plugin, of whatever version.
-    """
+    """Bytes that are no request or response of this version; ``is_ours`` if of this plugin."""
 
     def __init__(self, message: str, is_ours: bool = True):
         super().__init__(message)
@@ -66,19 +59,12 @@ class Parameters(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence of a request.
+    """A sequence of a request."""
 
-    Attributes:
-        token_ids: prompt and completion.
-        start: position of the first token of interest, at least 1: token 0 has no context.
-        given: ids of the caller's choice for each token of interest, from ``encode_ids``.
-        parameters: of kinds without a field of their own, by the kind's name. A message without
-            any does not have the field, which older servers do not know.
-    """
-
-    token_ids: list[int]
-    start: int
-    given: str = ""
+    token_ids: list[int]  # prompt and completion
+    start: int  # position of the first token of interest, at least 1
+    given: str = ""  # ids of the caller's choice, from ``encode_ids``
+    # of kinds without a field of their own, by kind
     parameters: dict[str, Parameters] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -88,67 +74,37 @@ class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to ``SCORE_PATH``. Without sequences it asks for the facts alone.
+    """A request to ``SCORE_PATH``. Without sequences it asks for the facts alone."""
 
-    Attributes:
-        version: the client's.
-        sequences: what to answer for, in order.
-        kinds: names of ``kinds.KINDS``, what each sequence's response has.
-        k: K of the kind ``top_k``.
-        model: the served name, for a router and for the server. It answers 404 for another one,
-            such as an adapter: the plugin answers for the model itself.
-    """
-
-    version: int
-    sequences: list[SequenceRequest]
-    kinds: list[str] = []
-    k: int = 0
-    model: str = ""
+    version: int  # the client's
+    sequences: list[SequenceRequest]  # what to answer for, in order
+    kinds: list[str] = []  # names of ``kinds.KINDS``
+    k: int = 0  # of the kind ``top_k``
+    model: str = ""  # the served name; the server answers 404 for another, as an adapter's
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The largest request that a server takes. It answers 413 to a larger one.
+    """The largest request that a server takes. It answers 413 to a larger one."""
 
-    Attributes:
-        sequences: of a request.
-        tokens: of all its sequences together.
-        question_bytes: of its JSON.
-        answer_bytes: of the arrays of its response.
-    """
-
-    sequences: Count
-    tokens: Count
-    question_bytes: Count
-    answer_bytes: Count
+    sequences: Count  # of a request
+    tokens: Count  # of all its sequences together
+    question_bytes: Count  # of its JSON
+    answer_bytes: Count  # of the arrays of its response
 
 
 class Facts(msgspec.Struct):
-    """What a server says about itself in each response.
+    """What a server says about itself in each response."""
 
-    Attributes:
-        model: directory or hub id.
-        vocab_size: entries of the output head.
-        hidden_size: columns of hidden states.
-        max_model_len: longest sequence, plus one.
-        dtype: of weights and activations, and so of hidden states.
-        kinds: what it can answer.
-        vllm: its version.
-        limits: of a request. None: an older server, which does not say.
-        fingerprint: of the engine's process that computed the rows, and of its last load of
-            weights. None: an older server, or a response without rows.
-        head_dtype: of the logits. None: an older server, or a quantized model, whose head may be.
-    """
-
-    model: str
-    vocab_size: int
-    hidden_size: int
-    max_model_len: int
-    dtype: str
-    kinds: list[str]
-    vllm: str
-    limits: Limits | None = None
-    fingerprint: str | None = None
-    head_dtype: str | None = None
+    model: str  # directory or hub id
+    vocab_size: int  # entries of the output head
+    hidden_size: int  # columns of hidden states
+    max_model_len: int  # longest sequence, plus one
+    dtype: str  # of weights and activations, and so of hidden states
+    kinds: list[str]  # what it can answer
+    vllm: str  # its version
+    limits: Limits | None = None  # of a request; None: an older server
+    fingerprint: str | None = None  # of the process that computed the rows, and of its last load
+    head_dtype: str | None = None  # of the logits; None: an older server, or a quantized model
 
     def change(self, now: "Facts") -> str:
         """Say how the model of a later response differs; empty for the same model.
@@ -164,123 +120,73 @@ class Facts(msgspec.Struct):
 
 
 class Field(msgspec.Struct, array_like=True):
-    """One array of a sequence's response.
-
-    Attributes:
-        name: of the array.
-        dtype: a name of ``DTYPES``.
-        columns: entries per row; 0 for one number without a column axis.
-    """
+    """One array of a sequence's response."""
 
     name: str
-    dtype: str
-    columns: Count
+    dtype: str  # a name of ``DTYPES``
+    columns: Count  # entries per row; 0 for one number without a column axis
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return np.dtype(DTYPES.get(self.dtype, "<f4")).itemsize * (self.columns or 1)
 
 
 class Rows(msgspec.Struct):
-    """The response for one sequence: one row per token from ``start`` to the end.
+    """The response for one sequence: one row per token from ``start`` to the end."""
 
-    Attributes:
-        n: number of rows.
-        fields: the arrays, in order.
-        data: the arrays' bytes, one array after the other. Decoded, they are a view of the whole
-            response.
-    """
-
-    n: Count
-    fields: list[Field]
-    data: memoryview
+    n: Count  # number of rows
+    fields: list[Field]  # the arrays, in order
+    data: memoryview  # one array after the other; decoded, a view of the whole response
 
 
 class ScoreResponse(msgspec.Struct):
-    """A response of ``SCORE_PATH``.
+    """A response of ``SCORE_PATH``."""
 
-    Attributes:
-        plugin: ``NAME``. Anything else is another route.
-        version: the server's.
-        facts: what the server says about itself.
-        sequences: one per sequence of the request, in order.
-    """
-
-    plugin: str
-    version: int
+    plugin: str  # ``NAME``; anything else is another route
+    version: int  # the server's
     facts: Facts
-    sequences: list[Rows]
+    sequences: list[Rows]  # one per sequence of the request, in order
 
 
 class HeadRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to ``HEAD_PATH``: for the facts, or for some rows.
+    """A request to ``HEAD_PATH``: for the facts, or for some rows."""
 
-    Attributes:
-        version: the client's.
-        first: first row of the head, which is a token's id.
-        last: the row after the last one; equal to ``first`` for the facts alone.
-    """
-
-    version: int
-    first: Count = 0
-    last: Count = 0
+    version: int  # the client's
+    first: Count = 0  # first row of the head, which is a token's id
+    last: Count = 0  # the row after the last one; equal to ``first`` for the facts
 
 
 class HeadFacts(msgspec.Struct):
     """How logits come from hidden states: scale · softcap(h Wᵀ + bias).
 
     softcap(z) is cap · tanh(z / cap), or z without a cap.
-
-    Attributes:
-        rows: entries of the vocabulary.
-        columns: size of the hidden states.
-        dtype: of the weights.
-        sha256: of the rows' own digests (``row_digests``), in hexadecimal digits.
-        scale: factor after the cap.
-        softcap: cap of the logits; None for none.
-        bias: whether the head has one.
-        computed_in: the dtype that the server multiplies in.
     """
 
-    rows: int
-    columns: int
-    dtype: str
-    sha256: str
-    scale: float
-    softcap: float | None
-    bias: bool
-    computed_in: str
+    rows: int  # entries of the vocabulary
+    columns: int  # size of the hidden states
+    dtype: str  # of the weights
+    sha256: str  # of the rows' own digests (``row_digests``), in hexadecimal
+    scale: float  # factor after the cap
+    softcap: float | None  # None for none
+    bias: bool  # whether the head has one
+    computed_in: str  # the dtype that the server multiplies in
 
 
 class HeadResponse(msgspec.Struct):
-    """A response of ``HEAD_PATH``: the facts, or some rows.
+    """A response of ``HEAD_PATH``: the facts, or some rows."""
 
-    Attributes:
-        plugin: ``NAME``.
-        version: the server's.
-        facts: None in a response with rows.
-        rows: the weights and then, where the head has one, the bias of each row.
-    """
-
-    plugin: str
-    version: int
-    facts: HeadFacts | None = None
-    rows: Rows | None = None
+    plugin: str  # ``NAME``
+    version: int  # the server's
+    facts: HeadFacts | None = None  # None in a response with rows
+    rows: Rows | None = None  # the weights and then, where the head has one, the bias of each row
 
 
 class TablesRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to ``TABLES_PATH``: keep tables, or say whether they are here (409: they are not).
+    """A request to ``TABLES_PATH``: keep tables, or say whether they are here (409: no)."""
 
-    Attributes:
-        version: the client's.
-        name: SHA-256 of the tables' bytes.
-        content: their bytes in base64; empty to ask.
-    """
-
-    version: int
-    name: str
-    content: str = ""
+    version: int  # the client's
+    name: str  # SHA-256 of the tables' bytes
+    content: str = ""  # their bytes in base64; empty to ask
 
 
 class TablesResponse(msgspec.Struct):
@@ -317,8 +223,7 @@ def decode_response(content: Bytes, kind: type[Any]) -> Any:
 def response_parts(response: ScoreResponse) -> list[Bytes]:
     """Return the bytes of a response in parts, of which the arrays are no copies.
 
-    The last sequence's arrays end the response, so that a client that knows their size knows where
-    they begin.
+    The last sequence's arrays end it: a client that knows their size knows where they begin.
     """
 
     def count(byte: bytes, number: int) -> bytes:
@@ -334,11 +239,7 @@ def response_parts(response: ScoreResponse) -> list[Bytes]:
 
 
 def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
-    """Return the SHA-256 of each row of a head, one after the other.
-
-    They do not depend on how workers share the rows among them. A row's bias is hashed after its
-    weights.
-    """
+    """Return the SHA-256 of each row of a head, its bias after its weights, one after the other."""
     if bias is None:
         return b"".join(sha256(row).digest() for row in weight)
     return b"".join(

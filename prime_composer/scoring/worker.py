@@ -1,8 +1,8 @@
 """Answer marked requests where vLLM has the hidden states of a prompt, in its worker.
 
 A request is marked by ``SamplingParams.extra_args``. Its prompt log-probs are then not vLLM's: head
-and ranking run on the rows of interest alone, in blocks, and all requests of a batch share them.
-The result takes the place of vLLM's tensors, which travel to the API server without a copy.
+and ranking run on the rows of interest alone, and all requests of a batch share them. The result
+takes the place of vLLM's tensors, which travel to the API server without a copy.
 """
 
 import json
@@ -20,11 +20,9 @@ from torch import Tensor
 from prime_composer.scoring.head import DTYPE_NAMES as FLOATS
 from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
 
-MARK = "prime_composer"
-"""Key of ``SamplingParams.extra_args``."""
+MARK = "prime_composer"  # Key of ``SamplingParams.extra_args``
 
-BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}
-"""Largest block of logits in float32, by kind of device."""
+BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}  # Largest block of logits in float32, by kind of device
 
 DTYPE_NAMES = {torch.int32: "int32", **FLOATS}
 
@@ -32,19 +30,13 @@ DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class RowsRequest(msgspec.Struct, frozen=True):
-    """What a marked request asks for. Whoever makes one has checked it against the prompt.
+    """What a marked request asks for. Whoever makes one has checked it against the prompt."""
 
-    Attributes:
-        start: position of the first token of interest.
-        requests: what it asks of each kind, for all rows.
-    """
-
-    start: int
-    requests: tuple[KindRequest, ...]
+    start: int  # position of the first token of interest
+    requests: tuple[KindRequest, ...]  # what it asks of each kind, for all rows
 
     def mark(self) -> dict[str, bytes]:
-        """Return the extra arguments of a request. No JSON body can hold bytes, so that no other
-        route of a server makes them."""
+        """Return a request's extra arguments: bytes, so that no JSON body of another route can."""
         return {MARK: msgspec.msgpack.encode(self)}
 
     @classmethod
@@ -57,36 +49,21 @@ class RowsRequest(msgspec.Struct, frozen=True):
 
 @dataclass
 class Progress:
-    """The rows of one request so far; a long prompt is prefilled in pieces.
-
-    Attributes:
-        rows_request: what was asked for.
-        first: index of the first row of interest; row i predicts token i + 1.
-        n: number of rows of interest.
-        arrays: name -> all rows, on the CPU; made when the first rows are there.
-        data: the arrays' bytes, one array after the other, of which they are views.
-        next_row: rows before this one are there.
-        has_gap: some rows were never computed, because a prefix cache had them.
-        error: why the rows cannot be had: the "type" of an exception and its "text"; empty where
-            nothing went wrong.
-    """
+    """The rows of one request so far; a long prompt is prefilled in pieces."""
 
     rows_request: RowsRequest
-    first: int
-    n: int
-    arrays: dict[str, Tensor] = field(default_factory=dict)
+    first: int  # index of the first row of interest; row i predicts token i + 1
+    n: int  # number of rows of interest
+    arrays: dict[str, Tensor] = field(default_factory=dict)  # all rows by name, on the CPU
+    # the arrays' bytes, of which they are views
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    next_row: int = 0
-    has_gap: bool = False
+    next_row: int = 0  # rows before this one are there
+    has_gap: bool = False  # rows were never computed: a prefix cache had them
+    # "type" and "text" of an exception; empty without one
     error: dict[str, str] = field(default_factory=dict)
 
     def write(self, row: int, pieces: dict[str, Tensor]) -> None:
-        """Store rows.
-
-        Args:
-            row: the first one's place among the rows of interest.
-            pieces: name -> the rows, on the CPU.
-        """
+        """Store rows by name, on the CPU, from ``row`` on."""
         count = len(next(iter(pieces.values())))
         self.has_gap |= row > self.next_row
         self.next_row = max(self.next_row, row + count)
@@ -106,14 +83,10 @@ class Progress:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every row is there."""
         return not self.has_gap and self.next_row == self.n
 
     def payload(self) -> tuple[Tensor, Tensor]:
-        """Return the description and the bytes of all arrays, as uint8.
-
-        Both are empty where rows are missing. A description that is an object is an error.
-        """
+        """Return the description and the bytes of all arrays, as uint8."""
         if self.error:
             return uint8(json.dumps(self.error).encode()), uint8(b"")
         if not self.is_whole:
@@ -141,7 +114,6 @@ class Piece:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return len(self.next_ids)
 
     def numbers(self, index: int) -> NDArray[np.int32] | None:
@@ -151,16 +123,7 @@ class Piece:
 
 
 def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]:
-    """Return name -> array, from an engine in this process. The arrays are views of ``data``.
-
-    Args:
-        description: of the arrays (``Progress.payload``).
-        data: their bytes.
-        n: number of rows.
-
-    Raises:
-        ValueError: rows are missing or could not be computed, or vLLM answered in its own way.
-    """
+    """Return name -> array, views of ``data``, from an engine in this process, ``n`` rows each."""
     if description.dtype != torch.uint8:
         raise ValueError(
             "vLLM answered without the scoring code of prime_composer, from another model runner; "
@@ -189,11 +152,7 @@ def answer_prompts(
     hidden_states: Tensor,
     scheduled: dict[str, int],
 ) -> dict[str, Progress]:
-    """Compute the rows of marked requests in one batch; return the requests that are complete.
-
-    Args:
-        hidden_states: of all tokens of the batch, [tokens, d].
-    """
+    """Compute the rows of marked requests in one batch; return the requests that are complete."""
     done: dict[str, Progress] = {}
     groups: dict[tuple[Any, ...], list[Piece]] = {}
     for request_id, rows_request in rows_requests.items():
@@ -236,10 +195,7 @@ def answer_group(
 
     A kind that fails, for want of memory for example, must not end the engine: the pieces' requests
     keep the reason. The head runs for the other blocks all the same, because with tensor
-    parallelism all workers run it together. A head that fails does end the engine.
-
-    Args:
-        hidden_states: of the whole batch, [tokens, d].
+    parallelism all workers run it together. ``hidden_states`` are the whole batch's, [tokens, d].
     """
     device, requests = hidden_states.device, group[0].progress.rows_request.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]

@@ -43,7 +43,6 @@ def parts_of(samples: Sequence[Sample]) -> list[str]:
 
 
 def trained_tokens(sample: Sample) -> int:
-    """Return how many tokens of a sample train."""
     return int(sample.rollout.loss_mask.sum())
 
 

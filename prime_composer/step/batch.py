@@ -15,33 +15,18 @@ from prime_composer.problems.config import Problem
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One rollout of a step, with everything that is computed from it.
+    """One rollout of a step, with everything that is computed from it."""
 
-    Attributes:
-        rollout: sampled by the student. With GKD's lambda below 1 also a solution of the data, or
-            sampled by the teacher.
-        problem: the problem that the rollout answers.
-        text: the completion as text, without special tokens.
-        reward: 1.0 for a correct answer, 0.0 for a wrong one; between them for a graded metric. An
-            environment by id has its own.
-        advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
-        scores: the teacher's log-probs; None where the loss needs no teacher.
-        sampled: its rollout's ``loss_mask`` before tokens without a score left it; None where none
-            did.
-        weight: factor of each of its tokens, by the loss's ``balance``; None without one.
-        first: it is its rollout's first sample. A conversation of an environment that branched has
-            several, with the same reward and advantage.
-    """
-
-    rollout: Rollout
-    problem: Problem
-    text: str = ""
-    reward: float = 0.0
-    advantage: float | None = None
-    scores: Scores | None = None
+    rollout: Rollout  # of the student, with GKD's lambda below 1 also of the data or the teacher
+    problem: Problem  # that the rollout answers
+    text: str = ""  # the completion, without special tokens
+    reward: float = 0.0  # 1.0 or 0.0; between them for a graded metric; an environment's own
+    advantage: float | None = None  # reward minus the group's mean; None where no loss reads it
+    scores: Scores | None = None  # the teacher's log-probs; None where the loss needs no teacher
+    # ``loss_mask`` before tokens without a score left it; None where none did
     sampled: Bool[Tensor, " seq"] | None = None
-    weight: float | None = None
-    first: bool = True
+    weight: float | None = None  # factor of each of its tokens, by the loss's ``balance``
+    first: bool = True  # of its rollout, which is several where a conversation branched
 
     @property
     def length(self) -> int:
@@ -50,10 +35,7 @@ class Sample:
 
 
 def with_scores(sample: Sample, scores: Scores) -> Sample | None:
-    """Return a sample with its scores, without the tokens that the teacher has no score of.
-
-    None where it has none of any.
-    """
+    """Return a sample without the tokens that the teacher has no score of; None without any."""
     if scores.scored is None:
         return replace(sample, scores=scores)
     if bool(scores.scored.all()):
@@ -85,8 +67,7 @@ class Pair:
 class Batch:
     """The rollouts of one step that train, and the preference pairs of the replay channel.
 
-    ``temperature`` is that with which the student sampled. ``of_teacher``: the scores are a
-    teacher's log-probs, and not extrapolated ones.
+    ``of_teacher``: the scores are a teacher's log-probs, and not extrapolated ones.
     """
 
     samples: Sequence[Sample]

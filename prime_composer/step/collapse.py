@@ -1,7 +1,7 @@
 """Measure how the student's answers end: a student that collapses shows it there first.
 
-Every number is of rollouts that the student sampled, and of what sampling and scoring have given
-anyway. One that nothing was asked for is absent.
+Every number is of what sampling and scoring have given anyway. One that nothing was asked for is
+absent.
 """
 
 import math
@@ -73,10 +73,6 @@ def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str,
 
     ``rollout/end_student`` is that of the policy that sampled it, ``rollout/end_teacher`` the
     teacher's at the same place. A teacher that ends its answers by another token has nearly 0.
-
-    Args:
-        samples: a rollout whose end was cut off ended nowhere.
-        of_teacher: the scores are a teacher's log-probs, and not extrapolated ones.
     """
     own = [
         sample

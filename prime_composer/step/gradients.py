@@ -29,7 +29,6 @@ class MicroBatch:
     """Inputs of one forward, whose graph leads to the model's parameters.
 
     ``tokens`` is 0 in a micro-batch of preference pairs, and ``pairs`` in one of rollouts.
-    ``parts`` has the part of the step that each rollout is of (``parts_of``).
     """
 
     inputs: LossInputs
@@ -51,11 +50,8 @@ def accumulate_gradients(
     """Run the backward pass of the step's loss, which adds to the parameters' ``grad``.
 
     With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. Preference pairs
-    contribute their mean times the weight of their channel. ``reference`` is the frozen policy of
-    the replay channel's loss, where that needs one.
-
-    The result has "loss", the step's loss per token, and the loss's own metrics, averaged by their
-    type. It is empty where there is nothing to train on.
+    contribute their mean times the weight of their channel. The result has "loss", the step's loss
+    per token, and the loss's own metrics. It is empty where there is nothing to train on.
     ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
     """
     divisor = divisor_of(batch)
@@ -103,9 +99,8 @@ def gradient_shares(
 ) -> dict[str, float]:
     """Return ``rollout/gradient_share/NAME`` of each of ``parts_of``; nothing where there is one.
 
-    The gradient of a step's rollouts is the sum of its parts', g = sum_e g_e. The share of a part
-    is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and leaves model and loss as
-    they are.
+    With g = sum_e g_e the gradient of a step's rollouts, the share of a part is |g_e| / sum_r
+    |g_r|. It takes another forward and backward pass.
     """
     names = parts_of(batch.samples)
     if len(set(names)) < 2:
@@ -163,10 +158,7 @@ class MetricAverages:
         return self
 
     def result(self) -> dict[str, float]:
-        """Return the step's value of each metric, 0 for a mean over none of its tokens.
-
-        Those of tokens are left out where there was none, and those of pairs without a pair.
-        """
+        """Return the step's value of each metric, 0 for a mean over none of its tokens."""
         averages = {}
         for name, (total, count) in self._totals.items():
             kind = self._types[name]
@@ -186,8 +178,7 @@ def prepare_micro_batches(
 ) -> Iterator[MicroBatch]:
     """Run the student's forward and yield the micro-batches, rollouts first and then pairs.
 
-    Rows times the longest row fit ``config.micro_batch_tokens``; a longer rollout has a micro-batch
-    of its own. The grouping changes a step's gradient only by the rounding of its sums.
+    The grouping changes a step's gradient only by the rounding of its sums.
     """
     with_replay = loss.config.reads_pairs
     lengths = [sample.length for sample in batch.samples]
@@ -219,10 +210,7 @@ def prepare_micro_batches(
 def describe_non_finite(
     loss: Objective, micro_batch: MicroBatch, outputs: LossOutputs, step: int
 ) -> str:
-    """Return an error message that names the sequence whose loss is NaN or infinite.
-
-    Each sequence is tried alone, with the others masked.
-    """
+    """Return an error message that names the sequence whose loss is NaN or infinite, alone."""
     prefix = f"step {step}: the loss {loss.config.type!r}"
     inputs = micro_batch.inputs
     for segment, name in enumerate(micro_batch.names if micro_batch.tokens else ()):

@@ -17,19 +17,15 @@ MISMATCH_LIMITS = {"float32": 1e-6, "bfloat16": 0.05}
 """Largest KL(mu || trainer) of a step in nats per token, by the trainer's dtype.
 
 Measured with recipes/gsm8k_opd.toml on a CPU: up to 8e-12 in float32, and in bfloat16 1.2e-3 on
-vLLM and 2.9e-3 on transformers (16 rollouts per step). A sampler that is one step behind (lr 1e-3)
-has 6e-4 to 0.018 in either dtype, two steps 5e-3 to 0.03, three steps 0.017 to 0.05, four steps up
-to 0.08. So it is seen in the first step that uses old weights in float32, and in the fourth one or
-later in bfloat16. The preflight's 1e-4 nat in float32 would be a KL of
-5e-9. Larger models in bfloat16 are reported at 1e-3 to 1e-2.
+vLLM and 2.9e-3 on transformers. A sampler that is one step behind (lr 1e-3) has 6e-4 to 0.018 in
+either dtype, four steps up to 0.08. So it is seen in the first step that uses old weights in
+float32, and in the fourth one or later in bfloat16. Larger models in bfloat16 are reported at 1e-3
+to 1e-2.
 """
 
-FEW_TOKENS = 64
-"""Tokens that a step counts as at least, so that one improbable token in bfloat16 is no alarm."""
+FEW_TOKENS = 64  # Counted at least: one improbable token in bfloat16 is no alarm
 
-LARGEST_RATIO = 2.0
-"""Log-ratio, in nats, that a token counts with at most where the step is judged. exp(r) of a single
-token at r = 5 would outweigh 2,000 others whose KL is right. Of old weights all tokens differ."""
+LARGEST_RATIO = 2.0  # Nats that a token's log-ratio counts with at most: one of 5 outweighs 2,000
 
 METRIC = "sampler/mismatch_kl"
 
@@ -43,13 +39,9 @@ class SamplerCheck:
     """How far the sampler may be from the trainer, in a recipe where both compute one distribution.
 
     With top_p below 1 mu is another distribution than the trainer's. There ``local.watch`` alone
-    compares the two.
-
-    Attributes:
-        limit: largest KL(mu || trainer) of a step, in nats per token. Infinite with
-            ``rollout.ahead``, where the trainer has other weights than the sampler had. The same
-            difference of the logits makes a KL that goes with 1/T^2, and so does the limit.
-        with_solutions: whether some tokens are the data's, which have no mu.
+    compares the two. ``limit`` is the largest KL(mu || trainer) of a step, in nats per token, which
+    goes with 1/T^2. It is infinite with ``rollout.ahead``. ``with_solutions``: some tokens are the
+    data's, which have no mu.
     """
 
     limit: float
@@ -123,8 +115,7 @@ class Mismatch:
 
     @property
     def capped_kl(self) -> float:
-        """The same where no token's log-ratio is beyond ``LARGEST_RATIO``; NaN where one is not
-        finite."""
+        """The same with log-ratios up to ``LARGEST_RATIO``; NaN where one is not finite."""
         capped = float(self._sums[1]) / max(self._tokens, 1)
         return capped if math.isfinite(float(self._sums[0])) else math.nan
 

@@ -5,21 +5,15 @@ from typing import Literal
 
 from prime_composer.step.batch import Sample
 
-Rule = Literal["error", "score_head", "drop"]
-"""``[teacher] on_overflow``."""
+Rule = Literal["error", "score_head", "drop"]  # ``[teacher] on_overflow``
 
 
 def fit(sample: Sample, before: int, room: int, rule: Rule) -> Sample | None:
-    """Return what of a sample the teacher scores; None to drop it.
+    """Return what of a sample, without scores, the teacher scores; None to drop it.
 
     A sample whose end is cut off trains on its head alone: the student's log-probs there do not
-    depend on the rest. Its reward and advantage stay those of the whole rollout.
-
-    Args:
-        sample: without scores.
-        before: tokens that the teacher reads before the rollout's first trained token.
-        room: tokens that the teacher can read.
-        rule: with "error" the sample stays as it is, and its scorer refuses it.
+    depend on the rest. Its reward and advantage stay those of the whole rollout. The teacher can
+    read ``room`` tokens, ``before`` of them before the rollout's first trained token.
     """
     rollout = sample.rollout
     length = len(rollout.token_ids)

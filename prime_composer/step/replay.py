@@ -18,10 +18,7 @@ from prime_composer.step.student_forward import student_inputs
 
 
 def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
-    """Pair a correct and a wrong rollout of the same group.
-
-    Each rollout is used at most once. At most ``limit`` pairs are returned.
-    """
+    """Pair a correct and a wrong rollout of the same group, each once, at most ``limit`` pairs."""
     pairs: list[Pair] = []
     for prompt_index in dict.fromkeys(sample.rollout.prompt_index for sample in samples):
         group = [sample for sample in samples if sample.rollout.prompt_index == prompt_index]
@@ -34,10 +31,9 @@ def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
 def read_pairs(
     path: Path, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends
 ) -> list[Pair]:
-    """Read the pairs of a JSONL file.
+    """Read the pairs of a JSONL file: objects with the strings "question", "chosen", "rejected".
 
-    Each line is an object with the strings "question", "chosen" and "rejected". Where a recipe has
-    several environments it also has "environment", whose prompt template is used.
+    Where a recipe has several environments they have "environment", whose template is used.
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
@@ -48,7 +44,6 @@ def read_pairs(
 
 
 def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends) -> Pair:
-    """Return a row of a file of pairs as a pair."""
     for key in ("question", "chosen", "rejected"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f'"{key}" must be a string that is not empty')
@@ -67,19 +62,13 @@ def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, end
 
 
 def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0) -> Rollout:
-    """Return a given answer, its end included, as the response to a prompt.
-
-    It was not sampled, so its ``inference_logprobs`` are NaN.
-    """
+    """Return a given answer, its end included, as the response to a prompt. log mu is NaN."""
     token_ids = torch.tensor([*prompt, *answer])
     return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
 
 def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:
-    """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i.
-
-    ``ref_logprobs`` are those of ``reference``, the frozen policy; None leaves them unset.
-    """
+    """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i."""
     responses = [
         Sample(s.rollout, s.problem) for pair in pairs for s in (pair.chosen, pair.rejected)
     ]

@@ -15,17 +15,7 @@ def check_states(
     heads: Sequence[TeacherHead],
     place: Callable[[int], str],
 ) -> None:
-    """Check what hidden states and heads give for sampled tokens. It waits for the device once.
-
-    Args:
-        computed: log q of the tokens, by hidden states and heads.
-        own: the servers' own.
-        heads: the teachers' heads.
-        place: row -> the position of its token, and in what, for the message.
-
-    Raises:
-        InvalidAnswer: they differ by more than the rounding of the heads' dtype explains.
-    """
+    """Check what hidden states and heads give for sampled tokens. It waits for the device once."""
     limit = max(head.tolerance or 0.0 for head in heads)
     # Below this vLLM's own numbers are those of an impossible token.
     gaps = (computed.clamp(min=IMPOSSIBLE) - own.to(computed.device).clamp(min=IMPOSSIBLE)).abs()

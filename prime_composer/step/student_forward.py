@@ -41,13 +41,9 @@ def student_inputs(
     """Run one forward over right-padded rollouts, and pack their trained tokens.
 
     Every position of the result trains. The student's log-probs are those of the full vocabulary,
-    whatever top-p the sampler used. ``trainer_logprobs`` have its temperature, all others 1.
-
-    Args:
-        model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
-            states, and the weight of the output embeddings turns them into logits.
-        samples: the rollouts. Either all of them have scores or none has, and the same holds for
-            advantages. A value that no sample has is None in the result.
+    whatever top-p the sampler used. ``trainer_logprobs`` have its temperature, all others 1. Either
+    all samples have scores or none has, and the same holds for advantages. A value that no sample
+    has is None.
     """
     head = lm_head_weight(model)
     device = head.device
@@ -138,7 +134,6 @@ def _sampled_text(
     trained: Bool[Tensor, "batch length"],
     device: torch.device,
 ) -> SampledText:
-    """Return the text of padded samples."""
     masks = [
         sample.rollout.loss_mask if sample.sampled is None else sample.sampled for sample in samples
     ]
@@ -212,10 +207,7 @@ def _trained_scores(sample: Sample) -> Scores:
 
 
 def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
-    """Return inputs without a token, in the graph of ``like``.
-
-    They accompany a micro-batch that contains preference pairs only.
-    """
+    """Return inputs without a token, in the graph of ``like``."""
     none = like.trainer_logprobs[:0]
     detached = none.detach()
     no_logits = Logits(detached.unsqueeze(-1), detached.new_zeros(1, 1))

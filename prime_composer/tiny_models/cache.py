@@ -1,10 +1,8 @@
 """Find or build the models under a recipe's ``[*.prepare]``, and cache them.
 
 A model that comes with the package (``shipped/``) is found by its cache key and never trained,
-unless the user asks for it. Only the cache key and the cache are here; ``training.py`` trains, and
-``damage.py`` removes layers and rounds. Two
-generated models of one recipe get the same tokenizer whenever their ``vocab_size`` agrees: a
-byte-level BPE with single digits, trained on the recipe's own data.
+unless the user asks for it. Two generated models of one recipe get the same tokenizer whenever
+their ``vocab_size`` agrees: a byte-level BPE trained on the recipe's own data.
 """
 
 import hashlib
@@ -26,18 +24,13 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 
-Progress = Callable[[int, int, float], None]
-"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
+Progress = Callable[[int, int, float], None]  # Steps done, total steps, loss
 
-FORMAT = 1
-"""Part of the cache key. Raise it when the same description builds another model."""
+FORMAT = 1  # Part of the cache key. Raise it when the same description builds another model.
 
-ROUNDING = 2
-"""The same for a model whose weights are rounded."""
+ROUNDING = 2  # The same for a model whose weights are rounded
 
-DESCRIPTION = "prepare.json"
-"""The file beside the weights that says how they were made. A trained model's has its loss, a
-pruned one's the digest of what it was pruned from."""
+DESCRIPTION = "prepare.json"  # Beside the weights, how they were made
 
 WEIGHTS = "model.safetensors"
 
@@ -61,8 +54,6 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     """Return a readable name and a hash of all that decides what the model is.
 
-    For a generated model the hash covers the format version, the description, and the training
-    texts. For a damaged one it covers the format version, the source's fingerprint, and the damage.
     Contents count, not paths. None: the source is not on this machine.
     """
     if isinstance(config, DamagedConfig):
@@ -112,9 +103,6 @@ def cached_path(
 
     A model of the package comes before one of the cache, unless that one was rebuilt. A pruned
     model counts only if it was pruned from the model that is found for the same description.
-
-    Raises:
-        ValueError: the cache folder cannot be read, or a file of the package is damaged.
     """
     key = cache_key(config, problems)
     if key is None:
@@ -183,10 +171,7 @@ def prepare_configs(recipe: Recipe) -> dict[str, tuple[str, AnyPrepare]]:
 
 
 def model_folders(recipe: Recipe, problems: ProblemSet) -> dict[str, Path]:
-    """Return the folder of every prepared model of a recipe, built or not, by table.
-
-    A model whose source is still on the hub is left out: its content names the folder.
-    """
+    """Return the folder of every prepared model of a recipe, built or not, by table."""
     return {
         table: path
         for table, (_, config) in prepare_configs(recipe).items()
@@ -200,20 +185,10 @@ def prepare_models(
     rebuild: bool = False,
     progress: Callable[[str, int], Progress] | None = None,
 ) -> dict[str, Path]:
-    """Find or build every model under a ``[*.prepare]`` table of the recipe.
+    """Find or build every model under a ``[*.prepare]`` table; return their folders by table.
 
-    Args:
-        recipe: the recipe.
-        problems: the recipe's problems.
-        rebuild: train again, and replace what is cached.
-        progress: called before a model is built, with its display name and its steps of
-            fine-tuning, 0 for a damaged one. It returns the callback for these steps.
-
-    Returns:
-        Folder by table: "teacher" or "teachers.NAME", and "student".
-
-    Raises:
-        ValueError: as ``prepare_model``.
+    ``rebuild`` trains again, and replaces what is cached. ``progress`` is called before a model is
+    built, with its display name and its steps of fine-tuning, and returns the callback for these.
     """
     paths: dict[str, Path] = {}
     for table, (display, config) in prepare_configs(recipe).items():
@@ -238,11 +213,9 @@ def prepare_model(
 ) -> Path:
     """Return the folder of a model and its tokenizer: cached, or built now.
 
-    The model is built in a folder of its own and renamed when it is complete, so no reader ever
-    finds half a model. Runs that need the same model at once wait for the first one to finish it. A
-    pruned model is made from the unpruned one of the same description, which is cached too. If that
-    one is the teacher, it is trained once: ``rebuilt`` names what this command has trained, which
-    ``rebuild`` leaves as it is.
+    No reader ever finds half a model, and runs that need the same one wait for the first to finish
+    it. A pruned model is made from the unpruned one of the same description, which is cached too.
+    ``rebuilt`` names what this command has trained, which ``rebuild`` leaves as it is.
     """
     models = (cache_dir or cache_root()) / "models"
     key = cache_key(config, problems)
@@ -320,7 +293,6 @@ def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
 
 
 def _training() -> ModuleType:
-    """Import the module that trains, which needs transformers."""
     with _libraries():
         from prime_composer.tiny_models import training
     return training

@@ -43,8 +43,7 @@ def damage_model(config: DamagedConfig, folder: Path) -> Damage:
 def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None:
     """Remove decoder layers from a causal language model and its config, in place.
 
-    The model is for saving: its layers' own numbers, under which a cache finds them, are those of
-    the next load.
+    It is for saving: its layers' own numbers, where a cache finds them, are those of the next load.
     """
     net: Any = model
     config = net.config.get_text_config()

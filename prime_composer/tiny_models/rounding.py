@@ -7,9 +7,6 @@ A group of weights w has 2^bits levels, j = 0 ... 2^bits - 1, and each weight be
 This is asymmetric round-to-nearest, without calibration data. The smallest and the largest weight
 of a group stay exactly what they are. So rounded weights have the same levels again, and rounding
 them once more changes no bit. The result is stored in float32.
-
-A model that is rounded once is a student that distillation repairs, and all its weights train
-(``round_model``). A student may also stay on the levels while it learns (``LatentWeights``).
 """
 
 from collections.abc import Mapping
@@ -42,25 +39,16 @@ class LatentWeights:
 
     This is the straight-through estimator, which takes the derivative of rounding for 1
     (https://arxiv.org/abs/1308.3432). Embeddings, output head and norms train as ever.
-
-    Attributes:
-        config: bits and groups.
-        layers: the model's linear layers by name.
-        weights: the latent weight of each.
     """
 
-    config: QuantizeConfig
-    layers: Mapping[str, nn.Linear]
-    weights: Mapping[str, nn.Parameter]
+    config: QuantizeConfig  # bits and groups
+    layers: Mapping[str, nn.Linear]  # the model's linear layers by name
+    weights: Mapping[str, nn.Parameter]  # the latent weight of each
 
     @classmethod
     @torch.no_grad()
     def of_model(cls, model: nn.Module, config: QuantizeConfig) -> "LatentWeights":
-        """Keep a model's weights as the latent ones, and round the model.
-
-        Raises:
-            ValueError: as ``layers_to_round``.
-        """
+        """Keep a model's weights as the latent ones, and round the model."""
         layers = layers_to_round(model, config)
         latent = cls(
             config,
@@ -71,13 +59,11 @@ class LatentWeights:
         return latent
 
     def trained(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return what an optimizer trains: the model's parameters, with the latent weights in the
-        places of the rounded ones."""
+        """Return the model's parameters, with the latent weights in the places of rounded ones."""
         latent = {id(layer.weight): self.weights[name] for name, layer in self.layers.items()}
         return [latent.get(id(parameter), parameter) for parameter in model.parameters()]
 
     def share(self, model: nn.Module) -> Rounded:
-        """Return how much of the model is rounded."""
         return rounded_share(model, self.layers)
 
     def take_gradients(self) -> None:
@@ -93,16 +79,11 @@ class LatentWeights:
             layer.weight.copy_(round_to_nearest(self.weights[name], bits, group))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the latent weights by the name of their layer."""
         return {name: weight.detach() for name, weight in self.weights.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take latent weights that round to the weights of the model.
-
-        Raises:
-            ValueError: they are missing, are those of other layers, or round to other weights.
-        """
+        """Take latent weights that round to the weights of the model, or raise ``ValueError``."""
         if state.keys() != self.weights.keys():
             raise ValueError(
                 f"has latent weights of {len(state)} layers, and student.quantize trains those of "
@@ -133,12 +114,7 @@ def rounded_share(model: nn.Module, layers: Mapping[str, nn.Linear]) -> Rounded:
 
 
 def layers_to_round(model: nn.Module, config: QuantizeConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model by name, after a check that the groups fit them.
-
-    Raises:
-        ValueError: there are none, or ``group`` does not divide the inputs of one; the message
-            names it.
-    """
+    """Return the linear layers of a model by name, after a check that the groups fit them."""
     source: Any = model
     layers = dict(linear_layers(model))
     if not layers:
@@ -159,8 +135,8 @@ def round_to_nearest(
 ) -> Float[Tensor, "rows columns"]:
     """Return weights rounded to ``bits``, in groups of ``group`` along the columns (the inputs).
 
-    The result has the weights' dtype, and at most 2^bits values in a group. Rounding it again gives
-    the same, bit for bit, in float16, bfloat16 and float32.
+    The result has the weights' dtype. Rounding it again gives the same, bit for bit, in float16,
+    bfloat16 and float32.
     """
     grouped = weight.unflatten(1, (-1, group))
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)

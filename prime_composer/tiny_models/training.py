@@ -1,7 +1,4 @@
-"""Train a small model on the spot: tokenizer, supervised fine-tuning, magnitude pruning.
-
-``prime_composer.tiny_models.cache.prepare_model`` calls this and caches the Hugging Face folder.
-"""
+"""Train a small model on the spot: tokenizer, supervised fine-tuning, magnitude pruning."""
 
 import math
 import random
@@ -37,8 +34,7 @@ hide_cuda_packages()
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-LENGTH_GROUPS = 4
-"""Consecutive steps that share their examples out by length."""
+LENGTH_GROUPS = 4  # Consecutive steps that share their examples out by length
 
 
 def build_model(
@@ -49,8 +45,7 @@ def build_model(
 ) -> float:
     """Write tokenizer, model and generation config into ``folder``, and return the training loss.
 
-    The same arguments give the same bytes. ``config.prune`` is not applied; see ``prune_model``.
-    The loss is in nats per token, a mean over the last steps.
+    The same arguments give the same bytes. The loss is in nats per token, of the last steps.
     """
     practice = [
         problem
@@ -102,11 +97,9 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the practice problems' prompts and answers, and on transcripts.
 
-    With transcripts the tokenizer has a chat template.
-
     Every digit is a token of its own, so that arithmetic is learned digit by digit. A run of
-    punctuation includes the white space around it: ``" = "`` and ``"\\n#### "`` become one token
-    each. With the pieces of GPT-2, a number may be one token.
+    punctuation includes the white space around it. With the pieces of GPT-2, a number may be one
+    token.
     """
     tokenizer = Tokenizer(models.BPE())
     if pieces == "gpt2":
@@ -190,7 +183,6 @@ def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Probl
 
 
 def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
-    """Return prompt and answer."""
     config = problems.config_of(problem)
     return prompt_text(problem, config), answer_text(problem.answer, config)
 
@@ -210,9 +202,8 @@ def fine_tune(
     config: PrepareConfig,
     progress: Callable[[int, int, float], None],
 ) -> float:
-    """Minimize the cross-entropy of the learned tokens, the end of text included.
+    """Minimize the cross-entropy of the learned tokens, and return the mean of the last 20 steps.
 
-    The loss is a mean over the batch's tokens, and the mean over the last 20 steps is returned.
     Muon trains the decoder layers' matrices, AdamW the embeddings and norms (Jordan et al., "Muon:
     An optimizer for hidden layers in neural networks", 2024,
     https://kellerjordan.github.io/posts/muon/). These models need about half the steps of AdamW
@@ -258,15 +249,13 @@ def fine_tune(
 class ProductsInFloat32(TorchFunctionMode):
     """Within the block, matrix products of bfloat16 are computed in float32, and rounded after.
 
-    These are the same numbers but for the order of a sum: products of two bfloat16 numbers are
-    exact in float32. Muon multiplies in bfloat16, and where a processor has no units for it,
-    PyTorch is 15 to 20 times slower than in float32, which was more than half of the training.
+    Products of two bfloat16 numbers are exact in float32. Muon multiplies in bfloat16, and where a
+    processor has no units for it, PyTorch is 15 to 20 times slower than in float32.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of PyTorch."""
         if func in (torch.addmm, torch.Tensor.matmul) and args[0].dtype == torch.bfloat16:
             return func(*(each.float() for each in args), **(kwargs or {})).bfloat16()
         return func(*args, **(kwargs or {}))
@@ -284,7 +273,7 @@ def _batch_of_similar_lengths(
     """Return the examples of a step.
 
     Every ``LENGTH_GROUPS`` steps share their examples out by length, which saves a quarter to a
-    third of the padding. Which of these steps gets the short ones is drawn anew each time.
+    third of the padding.
     """
     group, turn = divmod(step, LENGTH_GROUPS)
     indices = prompt_batches(len(examples), LENGTH_GROUPS * config.batch_size, config.seed, group)
@@ -319,12 +308,10 @@ def layer_matrices(model: Qwen3ForCausalLM) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def prune_by_magnitude(weights: Sequence[torch.nn.Parameter], fraction: float) -> None:
-    """Set ``round(fraction * n)`` of each matrix's n entries to zero, the smallest magnitudes
-    first.
+    """Set ``round(fraction * n)`` of each matrix's n entries to zero, the smallest ones first.
 
     This is magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient
-    Neural Networks", 2015, https://arxiv.org/abs/1506.02626) in one shot. Later training may move
-    the zeros.
+    Neural Networks", 2015, https://arxiv.org/abs/1506.02626) in one shot.
     """
     for weight in weights:
         flat = weight.view(-1)

@@ -1,8 +1,8 @@
 """Turn solved rollouts of environments into text and examples for small models.
 
-A small model has a chat template of its own. Each role is one token, and so is each end of a tool
-call. What lies between two such tokens is tokenized by itself, so a turn that was sampled and the
-same turn in a later prompt have the same tokens. Tools are not listed: the model has learned them.
+Each role is one token, and so is each end of a tool call. What lies between two such tokens is
+tokenized by itself, so a turn that was sampled and the same turn in a later prompt have the same
+tokens. Tools are not listed: the model has learned them.
 """
 
 import json
@@ -24,8 +24,7 @@ CHAT_TEMPLATE = (
 )
 """Writes tool calls as Qwen3 does, in one line of JSON."""
 
-Example = tuple[list[int], list[bool]]
-"""Token ids, and which of them are learned."""
+Example = tuple[list[int], list[bool]]  # Token ids, and which of them are learned
 
 
 def messages_of(transcript: str) -> list[dict[str, Any]]:
@@ -40,12 +39,7 @@ def messages_of(transcript: str) -> list[dict[str, Any]]:
 
 
 def texts_of(transcript: str, tokenizer: Any) -> list[str]:
-    """Return the texts of a transcript that are tokenized by themselves.
-
-    Args:
-        transcript: the messages as JSON.
-        tokenizer: any that has the chat template. Its vocabulary is not read.
-    """
+    """Return the texts of a transcript, messages as JSON, that are tokenized by themselves."""
     text = tokenizer.apply_chat_template(messages_of(transcript), tokenize=False)
     return [
         part for part in re.split("|".join(map(re.escape, (END_OF_TEXT, *MARKS))), text) if part

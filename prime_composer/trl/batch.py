@@ -7,19 +7,16 @@ import torch
 
 from prime_composer.backends.protocols import Rollout
 
-SCORES = "prime_composer_scores"
-"""Key of the teacher's scores in trl's batch: one ``Scores`` per row."""
+SCORES = "prime_composer_scores"  # Key of the teacher's, one ``Scores`` per row, in the batch
 
 
 def rollouts_of(batch: Mapping[str, Any], eos_token_ids: Collection[int]) -> list[Rollout]:
     """Return the sequences of a batch without their padding, one per row.
 
     Tokens of the completion train, except for those that a tool wrote. Padding is told by the
-    masks, because many tokenizers pad with EOS. trl keeps no log mu: it is NaN.
-
-    Args:
-        batch: ``prompt_ids`` (padded on the left), ``completion_ids`` (padded on the right) and
-            their masks, [rows, tokens]. ``tool_mask`` is 0 at the tokens of a tool.
+    masks, because many tokenizers pad with EOS. trl keeps no log mu: it is NaN. ``batch`` has
+    ``prompt_ids`` (padded on the left), ``completion_ids`` (on the right) and their masks, [rows,
+    tokens].
     """
     prompts, completions = batch["prompt_ids"].cpu(), batch["completion_ids"].cpu()
     prompt_masks, completion_masks = (

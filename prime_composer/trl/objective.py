@@ -24,12 +24,7 @@ PLAIN_SAMPLING = {
 
 
 def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None) -> LossConfig:
-    """Return the config of a loss, checked against what trl provides.
-
-    Args:
-        loss: a config, a ``[loss]`` table, its ``type`` alone, or a recipe file. Of a file
-            ``[loss]`` is read. Its models, data and trainer are not.
-    """
+    """Return the config of a loss, checked against what trl provides."""
     if loss is None:
         raise ValueError(
             'loss is missing: pass loss="topk_reverse_kl", the default of the recipes, a table '

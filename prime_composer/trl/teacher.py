@@ -29,14 +29,12 @@ from prime_composer.teachers.own_prompt import prompt_of_messages, with_template
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
 
-Teacher = str | Path | nn.Module | Scorer
-"""A URL, a directory or hub id, a model in memory, or a scorer."""
+Teacher = str | Path | nn.Module | Scorer  # A URL, a directory or hub id, or one in memory
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
 
 def is_url(teacher: Teacher) -> bool:
-    """Return whether a teacher is the URL of a server."""
     return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
 
 
@@ -48,7 +46,6 @@ def is_folder_or_hub_id(teacher: Teacher) -> TypeGuard[str | Path]:
 def open_teacher(
     teacher: Teacher | None, args: Any, device: torch.device, status: Callable[[str], None]
 ) -> Scorer:
-    """Return the scorer of a teacher."""
     if teacher is None:
         raise ValueError(
             "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "
@@ -88,10 +85,7 @@ def open_teacher(
 def check_teacher(
     teacher: Teacher, scorer: Scorer, tokenizer: Any, vocab_size: int, config: LossConfig
 ) -> list[str]:
-    """Check vocabularies and tokenizers, and ask the teacher one question as the loss will.
-
-    The question finds a server whose --max-logprobs is below K, or that lacks the scoring plugin.
-    """
+    """Check vocabularies and tokenizers, and ask the teacher one question as the loss will."""
     size, by_student = config.asked_of_teacher
     warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), size)
     own = load_tokenizer(teacher) if is_folder_or_hub_id(teacher) else None

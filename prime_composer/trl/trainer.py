@@ -45,8 +45,7 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger(__name__)
 
-LOSS_STATE = "prime_composer_loss"
-"""Key of the loss's schedules in ``TrainerState.stateful_callbacks``, which checkpoints contain."""
+LOSS_STATE = "prime_composer_loss"  # Key in ``TrainerState.stateful_callbacks``, of checkpoints
 
 
 class OnPolicyDistillationTrainer(trl.DistillationTrainer):
@@ -111,10 +110,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         self.add_callback(_EndOfStep(self))
 
     def _end_as_the_teacher(self, teacher: Teacher) -> list[str]:
-        """Let completions end where the chat template or the teacher ends them, too.
-
-        ``generation_kwargs`` of the arguments that name an end are left as they are.
-        """
+        """Let completions end where the chat template or the teacher ends them, too."""
         trainer: Any = self  # its attributes are trl's
         chosen = trainer.args.generation_kwargs or {}
         if "eos_token_id" in chosen or "stop_token_ids" in chosen:
@@ -240,7 +236,6 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         return averages.over_ranks().result()
 
     def _check_step(self) -> None:
-        """Check that the gradient of a step is that of the loss."""
         computed, self._computed = self._computed, False
         if not computed:
             raise RuntimeError(

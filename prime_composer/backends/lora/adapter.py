@@ -24,14 +24,11 @@ from prime_composer.recipe.model import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-FOLDER = "adapter"
-"""Where the adapter is in a checkpoint of the merged model."""
+FOLDER = "adapter"  # Where the adapter is in a checkpoint of the merged model
 
-PREFIX = "base_model.model."
-"""Of every name in an adapter's file. peft puts it before the names of the base's layers."""
+PREFIX = "base_model.model."  # peft's, before the names of the base's layers
 
-DIGEST = "base_sha256"
-"""Key of the file's metadata: the digest of the base's weights."""
+DIGEST = "base_sha256"  # Key of the file's metadata: the digest of the base's weights
 
 OF_NO_MATTER = frozenset(
     "r lora_alpha target_modules exclude_modules lora_dropout inference_mode auto_mapping revision "
@@ -50,7 +47,6 @@ others subtract the first A and B from it."""
 
 
 def import_peft() -> Any:
-    """Return peft."""
     import_transformers()  # peft would import it beside a torchvision that breaks it
     try:
         import peft
@@ -63,19 +59,13 @@ def import_peft() -> Any:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a student.
-
-    Attributes:
-        base: directory or hub id of the model without it.
-        digest: SHA-256 of the base's weights.
-        merge: whether a checkpoint is the merged model.
-    """
+    """The adapter of a student."""
 
     model: nn.Module
     config: LoraConfig
-    base: str
-    digest: str
-    merge: bool = False
+    base: str  # directory or hub id of the model without it
+    digest: str  # SHA-256 of the base's weights
+    merge: bool = False  # whether a checkpoint is the merged model
 
     @classmethod
     def of_model(
@@ -90,7 +80,6 @@ class Adapter:
         """Freeze a model, and put an adapter on it in place.
 
         B begins at 0, so that the model computes what it did, bit for bit. A is random by the seed.
-        With a checkpoint, or else with ``start``, both are those of that directory.
         """
         peft = import_peft()
         names = layers_to_adapt(model, config.targets)
@@ -116,17 +105,11 @@ class Adapter:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return tensors of the sizes that ``save_pretrained`` writes.
-
-        Those of the merged model are the base's own, which costs no memory.
-        """
+        """Return tensors of the sizes that ``save_pretrained`` writes, which cost no memory."""
         return self.weights | (base_of(self.model).state_dict() if self.merge else {})
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write the adapter's directory, or with ``merge`` the merged model's.
-
-        ``state_dict`` takes the place of the merged weights.
-        """
+        """Write the adapter's directory, or with ``merge`` the merged model's."""
         from safetensors.torch import save_file
 
         if self.merge:
@@ -220,10 +203,7 @@ def check_directory(folder: Path, config: LoraConfig) -> None:
 def layers_to_adapt(
     model: nn.Module, targets: Literal["all-linear"] | tuple[str, ...]
 ) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by name: plain linear ones in float32.
-
-    ``targets`` are the last parts of their names, or "all-linear" for all but the head.
-    """
+    """Return the layers that get an adapter, by name: plain linear ones in float32."""
     net: Any = model
     layers = dict(linear_layers(model))
     names = sorted({name.rpartition(".")[2] for name in layers})

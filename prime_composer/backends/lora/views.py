@@ -4,10 +4,8 @@ An adapted layer computes y = x W^T + (alpha / rank) x A^T B^T. It is the plain 
 
     W + (alpha / rank) B A
 
-in exact arithmetic. The product and the sum are computed in the weights' dtype, which is float32
-for a student that trains: a merged weight is rounded once, by 6e-8 of its size.
-
-A model without an adapter is its own merged model. Nothing here needs peft.
+in exact arithmetic. In the float32 of a student that trains, a merged weight is rounded once, by
+6e-8 of its size. A model without an adapter is its own merged model. Nothing here needs peft.
 """
 
 import copy
@@ -17,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ADAPTER = "default"
-"""What peft calls the only adapter of a model."""
+ADAPTER = "default"  # What peft calls the only adapter of a model
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a layer with an adapter."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
@@ -30,9 +26,8 @@ def is_adapted(module: nn.Module) -> bool:
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a model as it is served, by its name in transformers' model.
 
-    These are the entries of ``state_dict()``, with the adapter merged into the layers that have
-    one. A merged weight is made when it is asked for, so that a caller who takes one after the
-    other holds one at a time. The model stays as it is.
+    A merged weight is made when it is asked for, so that a caller who takes one after the other
+    holds one at a time.
     """
     for name, value in model.state_dict().items():
         layer_name, base, parameter = name.rpartition("base_layer.")
@@ -48,8 +43,8 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Return every weight of a model as it is served, as its checkpoint has them.
 
-    transformers joins the experts of a layer into one tensor, for example, and ``save_pretrained``
-    takes them apart again. A model without such a conversion gives ``weights_of``, one at a time.
+    transformers joins the experts of a layer into one tensor, for example. A model without such a
+    conversion gives ``weights_of``, one at a time.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion

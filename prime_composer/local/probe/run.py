@@ -1,8 +1,7 @@
 """Measure student, teachers and one step before a recipe is run. Writes nothing, trains nothing.
 
-The models are opened as a run opens them, each once, and pass the preflight's checks. Then one step
-runs as a run's does, up to its backward pass: its clock gives the forecast, and its rollouts are
-what student and teachers are measured on.
+One step runs as a run's does, up to its backward pass. Its clock gives the forecast, and student
+and teachers are measured on its rollouts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,21 +66,15 @@ from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 
-SECONDS_PER_COLUMN = 2.0
-"""Time for the speed at one K of one teacher."""
+SECONDS_PER_COLUMN = 2.0  # Time for the speed at one K of one teacher
 
-ROLLOUTS = 32
-"""Most rollouts that a model is measured on."""
+ROLLOUTS = 32  # Most rollouts that a model is measured on
 
-IMPROBABLE = 0.1
-"""A special token is worth a word where the teacher's probability is below this times the
-student's."""
+IMPROBABLE = 0.1  # Teacher's share of the student's probability of a special token
 
-SLOW_JSON = 8
-"""From this K on, JSON is several times slower than binary answers (scoring/README.md)."""
+SLOW_JSON = 8  # From this K on, JSON is several times slower (scoring/README.md)
 
-LONGEST_WAIT = 10.0
-"""Seconds that one request waits for a server that is away, unless the recipe says less."""
+LONGEST_WAIT = 10.0  # Seconds that a request waits, unless the recipe says less
 
 OPENING = "opening the models"
 
@@ -105,14 +98,7 @@ def probe(
     status: Callable[[str], None],
     seconds: float = SECONDS_PER_COLUMN,
 ) -> ProbeReport:
-    """Open a recipe's models, run the preflight's checks, and measure.
-
-    A check that fails, and models that cannot be opened, are part of the result.
-
-    Args:
-        paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
-        seconds: time for the speed at one K of one teacher.
-    """
+    """Open a recipe's models, run the preflight's checks, and measure. A failure is a result."""
     for table, teacher in Routing.of_recipe(recipe).teachers.items():
         if teacher.tape_only:
             return ProbeReport([Finding(OPENING, "failed", NO_TEACHER.format(table=table.table))])
@@ -134,10 +120,7 @@ def probe(
 
 
 def impatient(recipe: Recipe) -> Recipe:
-    """Return the recipe with short waits for servers: each measurement would wait anew.
-
-    Tapes are left out: their speed is not the teachers'.
-    """
+    """Return the recipe with short waits for servers, and without tapes."""
 
     def shortened(config: C) -> C:
         values = dict(config) | {"wait": min(config.wait, LONGEST_WAIT)}
@@ -202,11 +185,7 @@ def probe_engine(
 
 @dataclass
 class FirstStep:
-    """A step of the recipe, as a run does it, without the optimizer.
-
-    ``fitted`` are the samples that train, as the teachers read them. ``laps`` are the seconds of
-    the parts that ended, and ``error`` is what ended the step before its end.
-    """
+    """A step of the recipe, as a run does it, without the optimizer; ``error`` is what ended it."""
 
     samples: Sequence[Sample] = ()
     fitted: Sequence[Sample] = ()
@@ -293,10 +272,7 @@ def recipe_column(engine: Engine) -> SupportSize:
 
 
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
-    """Return every teacher with rollouts to score; none where the loss reads none.
-
-    ``fitted`` are the samples that train, as the teachers read them.
-    """
+    """Return every teacher with rollouts to score; none where the loss reads none."""
     if engine.policy_teacher is not None:
         return [policy_target(engine, engine.policy_teacher, samples)]
     targets = []

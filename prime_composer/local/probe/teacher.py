@@ -61,11 +61,9 @@ COLUMNS = (0, 1, 8, 20, 32, 64)
 """The values of K whose speed is measured, beside the recipe's own. A vLLM server gives at most 20
 unless it was told otherwise."""
 
-CHECKPOINT_ROLLOUTS = 4
-"""Rollouts whose numbers are compared with a checkpoint's forward pass."""
+CHECKPOINT_ROLLOUTS = 4  # Rollouts whose numbers are compared with a checkpoint's forward pass
 
-LARGEST_HIDDEN_SHARE = 0.05
-"""Share of the KL at the largest K that the recommended K may hide."""
+LARGEST_HIDDEN_SHARE = 0.05  # Share of the KL at the largest K that the recommended K may hide
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +98,7 @@ def probe_teacher(
     micro_batch_tokens: int,
     seconds: float,
 ) -> TeacherReport:
-    """Measure a teacher on rollouts of the student, ``model``.
-
-    ``own`` is what a step of the recipe asks its teachers for, about ``step_tokens`` rollout
-    tokens. Each column takes ``seconds``.
-    """
+    """Measure a teacher on rollouts of the student, ``model``, each column for ``seconds``."""
     found = Attempts()
     tokenizer, facts, same = found.attempt(
         "tokenizer", lambda: find_tokenizer(target, tokenized.tokenizer)
@@ -360,10 +354,7 @@ def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> Support
 def hidden_by_k(
     student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int
 ) -> HiddenByK:
-    """Return what the teacher's top K hides of the reverse KL on all columns.
-
-    The columns are log p and log q of the same ids, most probable for the teacher first.
-    """
+    """Return what the teacher's top K hides of KL(p || q), the most probable ids first."""
     measured, largest = (
         float(reverse_kl(student[:, :size], teacher[:, :size], normalization="tail").mean())
         for size in (k, teacher.shape[1])
@@ -380,10 +371,8 @@ def hidden_by_k(
 def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
     """Return whether log q, most probable first, shows logits that were rounded to bfloat16.
 
-    Log-probs of one position are logits minus one number, so that their differences are those of
-    the logits: multiples of 2^-9 if these were rounded. Equal log-probs and those below -30 are
-    left out. A float16 head shows the same where its top logits are 2 and more: they are on the
-    grid too.
+    Differences of log-probs are those of the logits: multiples of 2^-9 if these were rounded. A
+    float16 head shows the same where its top logits are 2 and more.
     """
     # The bfloat16 numbers of 0.25 and more are multiples of the grid. A float32 log-softmax above
     # -32 rounds by less than the tolerance. The largest logits have the coarsest spacing.
@@ -399,10 +388,7 @@ def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
 def special_token_rows(
     tokenizer: Any, teacher: TokenizerFacts | None, compared: Compared
 ) -> list[SpecialToken]:
-    """Return both models' mean probability of each special token, where the rollouts have it.
-
-    The tokenizer is the student's; of the teacher's there may be no facts.
-    """
+    """Return both models' mean probability of each special token, where the rollouts have it."""
     names = {index: token for token, index in read_tokenizer(tokenizer).special_ids.items()}
     teacher_ids = {} if teacher is None else teacher.special_ids
     last = {int(index) for index in compared.token_ids[compared.endings]}

@@ -15,11 +15,9 @@ from prime_composer.local.probe.report import NotMeasured, TokenizerPairFacts
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, OwnTokenizerScorer, dense
 
-OFF_PATH = 0.05
-"""Share of the mass that other tokenizations of the text before may have, to be counted."""
+OFF_PATH = 0.05  # Mass on other tokenizations of the text before, to be counted
 
-SHOWN = 60
-"""Characters of each prompt's end."""
+SHOWN = 60  # Characters of each prompt's end
 
 SHOWN_TOKENS = 3
 
@@ -99,10 +97,7 @@ def readings_of(
 def openness(
     scorer: OwnTokenizerScorer, readings: Sequence[Reading]
 ) -> tuple[float, int, list[str]]:
-    """Return the teacher's mass on closed tokens, the number of open ones, and the most frequent.
-
-    That is where both begin a token, before a row of the teacher refines the rollout's own.
-    """
+    """Return the teacher's mass on closed tokens, the number of open ones, the most frequent."""
     pair = scorer.pair
     order = torch.from_numpy(pair.tables.order)
     is_open = torch.from_numpy(pair.tables.open[pair.tables.start[pair.tables.order]])

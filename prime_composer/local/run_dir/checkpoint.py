@@ -1,7 +1,6 @@
 """Write checkpoints that are complete or absent, and check them before anything is loaded.
 
-A checkpoint is written beside the older ones, flushed to the disk, and then renamed. The last file
-of it is ``manifest.json``, with the SHA-256 of every other file.
+The last file of one is ``manifest.json``, with the SHA-256 of every other file.
 """
 
 import contextlib
@@ -109,8 +108,7 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
 
-    A crash at any point leaves the older checkpoints as they were, and at most one ``.tmp``
-    directory, which the next save removes. One that cannot be removed stays.
+    A crash leaves the older ones, and at most one ``.tmp`` that the next save removes.
     """
     folder = run_dir / CHECKPOINTS
     target = folder / _name(step)
@@ -148,11 +146,7 @@ def save_checkpoint(
 
 
 def tidy(run_dir: Path, keep: int, kept: Iterable[int] = ()) -> None:
-    """Delete what a run left that was killed while it saved: half a checkpoint, or one too many.
-
-    Arguments are those of ``save_checkpoint``, which does the same. Without this, what the last
-    save of a run left would stay. What cannot be removed stays.
-    """
+    """Delete what a run left that was killed while it saved, as far as it can be removed."""
     with contextlib.suppress(OSError):
         _remove_unfinished(run_dir / CHECKPOINTS)
     _delete_old(run_dir, keep, kept)
@@ -216,11 +210,7 @@ def tensor_bytes(values: Any) -> int:
 
 
 def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None) -> None:
-    """Check that the disk has room for the checkpoints of a run.
-
-    Args:
-        size: bytes of one checkpoint.
-    """
+    """Check that the disk has room for the checkpoints of a run, each of ``size`` bytes."""
     free = free_bytes(run_dir)
     if free is None:
         return
@@ -284,10 +274,7 @@ def _remedy(others: list[Checkpoint]) -> str:
 
 
 def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after ``step``, so that the run which continues from it replaces them.
-
-    Returns their new names.
-    """
+    """Rename the checkpoints after ``step``, which the run replaces; return their new names."""
     renamed = []
     for checkpoint in list_checkpoints(run_dir):
         if checkpoint.step > step:

@@ -33,8 +33,7 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
-_FIRST = {HOLDER_FILE, UNFINISHED, LOCK_FILE}
-"""What is written before the recipe."""
+_FIRST = {HOLDER_FILE, UNFINISHED, LOCK_FILE}  # What is written before the recipe
 
 _INSIDE = {
     CHECKPOINTS: re.compile(r"step_[0-9]+(\.(tmp|aside)(-[0-9]+)?)?"),
@@ -48,25 +47,15 @@ _OURS = {*_FIRST, *_FILES, *_INSIDE, "wandb"}
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asked for.
-
-    Attributes:
-        recipe: the resolved recipe.
-        recipe_path: its file; names the directory where nothing else does.
-        output_dir: the directory that the user named, or None.
-        resume: continue the run that is there.
-        step: the checkpoint to continue from; None: the newest.
-        overwrite: delete the run that is there.
-        island: number of the island, whose run is in a folder of the directory; None without them.
-    """
+    """What the user asked for."""
 
     recipe: Recipe
-    recipe_path: Path
-    output_dir: str | None = None
-    resume: bool = False
-    step: int | None = None
-    overwrite: bool = False
-    island: int | None = None
+    recipe_path: Path  # names the directory where nothing else does
+    output_dir: str | None = None  # that the user named
+    resume: bool = False  # continue the run that is there
+    step: int | None = None  # of the checkpoint to continue from; None: the newest
+    overwrite: bool = False  # delete the run that is there
+    island: int | None = None  # its number; None without islands
 
     @property
     def folder(self) -> str:
@@ -75,25 +64,17 @@ class Wish:
 
     @property
     def tables(self) -> Tables:
-        """The recipe as ``recipe.json`` has it."""
         return self.recipe.model_dump(mode="json")
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of a run that has not begun.
+    """The directory of a run that has not begun."""
 
-    Attributes:
-        path: the directory, which need not exist.
-        checkpoint: where the run continues; None for a new run.
-        replaces: the files of an earlier run in it are deleted when this one begins.
-        note: a line about it for the user; empty where there is nothing to say.
-    """
-
-    path: Path
-    checkpoint: Checkpoint | None = None
-    replaces: bool = False
-    note: str = ""
+    path: Path  # need not exist
+    checkpoint: Checkpoint | None = None  # where the run continues; None for a new run
+    replaces: bool = False  # an earlier run's files are deleted when this one begins
+    note: str = ""  # a line about it for the user
 
     def describe(self) -> str:
         """Name the directory, and the step that a resumed run starts after."""
@@ -103,13 +84,7 @@ class RunDir:
 
 
 def choose_run_dir(wish: Wish) -> RunDir:
-    """Return the directory that ``claim_run_dir`` would claim now. Write nothing.
-
-    Raises:
-        RecipeError: the directory that the user named is taken, or cannot be resumed.
-        InUse: another process trains in it.
-        DamagedCheckpoint: the checkpoint is not what was saved.
-    """
+    """Return the directory that ``claim_run_dir`` would claim now. Write nothing."""
     run_dir = _choose(wish)
     if run_dir.checkpoint is not None:
         whole_checkpoint(run_dir.path, run_dir.checkpoint.step)
@@ -142,10 +117,7 @@ def _choose(wish: Wish) -> RunDir:
 
 @dataclass
 class Claim:
-    """A run directory that this process holds until the block ends.
-
-    A new directory is removed again where an error ends the run before it wrote anything.
-    """
+    """A run directory that this process holds until the block ends."""
 
     run_dir: RunDir  # the directory
     tables: Tables  # the recipe of the run
@@ -154,7 +126,6 @@ class Claim:
 
     @property
     def path(self) -> Path:
-        """The directory."""
         return self.run_dir.path
 
     def begin(self) -> None:
@@ -179,10 +150,7 @@ class Claim:
 
 
 def claim_run_dir(wish: Wish) -> Claim:
-    """Take a directory that no other run has, also if two start at once, with the recipe in it.
-
-    Errors are those of ``choose_run_dir``.
-    """
+    """Take a directory that no other run has, also if two start at once, with the recipe in it."""
     numbered = wish.output_dir is None and not wish.resume
     while True:
         path = _choose(wish).path

@@ -12,8 +12,7 @@ from prime_composer.step.batch import Pair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
-WHOSE = ("model", "fingerprint", "dtype")
-"""What of a tape's header names a teacher. What its server can give may change in a run."""
+WHOSE = ("model", "fingerprint", "dtype")  # Of a tape's header: these name a teacher
 
 
 def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
@@ -54,12 +53,7 @@ def _digest(items: Iterable[object]) -> str:
 def check_identity(
     stored: Mapping[str, Any], data: Mapping[str, str], tapes: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Refuse to resume with something else than a checkpoint was trained with.
-
-    What a checkpoint does not say, as one of an older version, is not compared.
-
-    ``tapes`` are those that alone answer, by table. The watch asks all other teachers.
-    """
+    """Refuse to resume with something else than a checkpoint was trained with."""
     before = stored.get("data", {})
     others = [name for name, digest in data.items() if before.get(name, digest) != digest]
     if others:

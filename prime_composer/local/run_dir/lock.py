@@ -10,11 +10,9 @@ from filelock import FileLock, Timeout
 from prime_composer.backends.errors import naming
 
 LOCK_FILE = ".lock"
-HOLDER_FILE = ".holder"
-"""In every run directory: host and process of the run that is or was the last one there."""
+HOLDER_FILE = ".holder"  # Host and process of the run that is or was the last one here
 
-WAIT_SECONDS = 0.2
-"""``check_free`` may hold the lock briefly."""
+WAIT_SECONDS = 0.2  # ``check_free`` may hold the lock briefly
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 

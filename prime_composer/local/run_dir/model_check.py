@@ -23,16 +23,11 @@ from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dr
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The file of unsharded weights. A sharded model has an index beside its parts."""
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Unsharded weights; shards have an index
 
 
 def check_models(recipe: Recipe, hub: bool = True) -> None:
-    """Refuse a model of a run on this machine that is not there, not whole, or not long enough.
-
-    No weights are read. Teachers on servers are left alone. With ``hub``, a hub id that is not
-    cached is refused where the hub does not answer.
-    """
+    """Refuse a model of a run on this machine that is not there, not whole, or not long enough."""
     lora = recipe.student.lora
     if lora is not None and lora.start is not None:
         try:
@@ -70,7 +65,6 @@ def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
 
 
 def _check_layers(config: DamagedConfig, table: str) -> None:
-    """Refuse layers to be removed that a model on this machine lacks."""
     sizes: Any = read_json(Path(config.source) / "config.json") or {}
     layers = sizes.get("text_config", sizes).get("num_hidden_layers")
     if not isinstance(layers, int):
@@ -97,10 +91,7 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole.
-
-    The names and sizes of the files are compared, not their weights.
-    """
+    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole."""
     config = read_json(folder / "config.json")
     if config is None:
         there = (folder / "config.json").exists()
@@ -146,10 +137,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> None:
-    """Refuse a model, with or without weights, that a backend on this machine cannot run.
-
-    ``trains`` says whether it is the student, which the backend samples with new weights each step.
-    """
+    """Refuse a model, with or without weights, that a backend on this machine cannot run."""
     if trains:
         refuse_quantized(model)
     has_cache = "past_key_values" in inspect.signature(model.forward).parameters

@@ -55,11 +55,7 @@ from prime_composer.tiny_models.cache import cached_path, is_shipped
 
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
-    """Return lines that describe a run, after the checks that ``train`` makes without an engine.
-
-    Prompts, hints, solutions and vocabularies are compared with the contexts where the tokenizers
-    are in a directory on this machine. Servers are not contacted, and nothing is downloaded.
-    """
+    """Return lines that describe a run, after the checks that ``train`` makes without an engine."""
     check_models(recipe, hub=False)
     routing = Routing.of_recipe(recipe)
     check_routing(routing, problems)
@@ -257,10 +253,7 @@ def describe_steps(
 def check_sequences(
     recipe: Recipe, problems: ProblemSet, routing: Routing, folders: Mapping[str, Path | None]
 ) -> list[str]:
-    """Check all that needs tokenizers, as far as they are on this machine.
-
-    Returns the longest prompt, and warnings.
-    """
+    """Check all that needs tokenizers on this machine; return the longest prompt, and warnings."""
     folder = folders["student"]
     tokenizer = None if folder is None else load_tokenizer(folder)
     if folder is None or tokenizer is None:

@@ -11,8 +11,7 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import MASK
 
-RECIPE_FILE = "recipe.json"
-"""The resolved recipe in every run directory."""
+RECIPE_FILE = "recipe.json"  # The resolved recipe in every run directory
 
 UNFINISHED = "recipe.tmp"
 
@@ -27,8 +26,7 @@ PROVEN = re.compile(r"(?P<table>teacher|teachers\..+|rollout)\.(url|dtype)")
 """Keys of a model on a server that a resumed run may change, for its first answers prove that the
 model is the same. A dtype there only says how far answers may be apart."""
 
-Tables = Mapping[str, Any]
-"""A recipe as ``recipe.json`` has it, with every default."""
+Tables = Mapping[str, Any]  # A recipe as ``recipe.json`` has it, with every default
 
 
 def write_recipe(run_dir: Path, tables: Tables) -> None:
@@ -37,11 +35,7 @@ def write_recipe(run_dir: Path, tables: Tables) -> None:
 
 
 def read_recipe(run_dir: Path) -> Tables:
-    """Return the recipe that a run was started with, with defaults for keys that are new since.
-
-    Raises:
-        RecipeError: there is none, or it cannot be read.
-    """
+    """Return the recipe that a run was started with, with defaults for keys that are new since."""
     path = run_dir / RECIPE_FILE
     try:
         text = path.read_text(encoding="utf-8")

@@ -39,12 +39,7 @@ class Balance(Modifier):
     """Factors of environments, by name. 1 where none is named."""
 
     def of_sequences(self, tokens: Sequence[int], environments: Sequence[str]) -> list[float]:
-        """Return w of each sequence of a step; 0 for one without a token.
-
-        Args:
-            tokens: trained tokens of each sequence of the whole step.
-            environments: name of the environment of each.
-        """
+        """Return w of each sequence of a step, by its trained tokens; 0 for one without a token."""
         totals = dict.fromkeys(environments, 0)
         for count, name in zip(tokens, environments, strict=True):
             totals[name] += count
@@ -59,7 +54,6 @@ class Balance(Modifier):
         return {"token": 1, "sequence": of_sequence, "environment": of_environment}[self.by]
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """Return the inputs with ``loss_weights`` times w."""
         weights = given(inputs.balance)
         if inputs.loss_weights is not None:
             weights = torch.where(inputs.loss_mask, weights * inputs.loss_weights, 1.0)

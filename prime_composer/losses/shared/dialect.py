@@ -1,8 +1,6 @@
 """Names of prime-rl's versions, and whose arithmetic a loss follows.
 
-prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic. Records
-of the versions themselves are in ``prime_composer/upstream/versions``, which this room never
-imports.
+prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic.
 """
 
 import re
@@ -30,8 +28,7 @@ def dialect_of(value: Any) -> Any:
 Dialect = Annotated[Literal["v0.6", "v0.7", "main"], BeforeValidator(dialect_of)]
 """A dialect; the name of any version of prime-rl, in either spelling, is read as its own."""
 
-MAX_RATIO = 1e4
-"""The importance ratio that prime-rl's main trains with at most."""
+MAX_RATIO = 1e4  # The importance ratio that prime-rl's main trains with at most
 
 
 def with_defaults_of_main(knobs: Any, **defaults: float) -> Any:

@@ -1,7 +1,4 @@
-"""Metrics of a loss's signal: where it is, and how few tokens carry it.
-
-All functions are called under ``no_grad``.
-"""
+"""Metrics of a loss's signal, called under ``no_grad``: where it is, how few tokens carry it."""
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -11,9 +8,7 @@ from prime_composer.contract import LossInputs, Mean, Support, given
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
 
-DISTILLATION_KL = "distillation/kl"
-"""The series that all losses have in common which compare with a teacher; ``/NAME`` is its part of
-an environment."""
+DISTILLATION_KL = "distillation/kl"  # Of all that compare with a teacher; /NAME: an environment's
 
 
 def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
@@ -33,9 +28,7 @@ def top_share(
 
     0.01 is evenly spread over 100 tokens or more. Near 1, a handful of tokens trains the model: the
     first failure mode of "Revisiting On-Policy Distillation" (2026),
-    https://arxiv.org/abs/2603.25562. The share of a small micro-batch is larger, so compare runs
-    with the same ``micro_batch_tokens``. At least one token counts as large. Without a host
-    synchronization.
+    https://arxiv.org/abs/2603.25562. The share of a small micro-batch is larger.
     """
     if values.numel() == 0:
         return Mean(values.new_zeros(()), mask.sum())
@@ -50,10 +43,9 @@ def top_share(
 def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
     """Return the least overlap of the support with the student's own top K that the masses allow.
 
-    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j, because
-    their mass is p_tail. A token of rank r (from 0) within the support is certainly in the
-    student's top K if r + p_tail/p_j < K. 1 where the support is the whole vocabulary, which any
-    support of more than 1024 ids is taken for.
+    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j. A token
+    of rank r (from 0) within the support is certainly in the student's top K if r + p_tail/p_j < K.
+    1 where the support is the whole vocabulary, as any of more than 1024 ids is taken for.
     """
     k = student_logprobs.shape[-1]
     if k > 1024:
@@ -100,13 +92,10 @@ def distillation_kl(
 
         sum_{v in S} p(v) log(p(v)/q(v)) + [y not in S] log(p(y)/q(y))
 
-    y is the sampled token, and S the ids of the support: none for a loss on the sampled token, and
-    for one that compares hidden states, whose sum would take two more matrix products. Whatever S
-    is, the expectation over y ~ p is the KL over the whole vocabulary, so that two losses compare.
-    More ids make it less noisy. Both sides are at temperature 1, also where the loss divides by
-    another; inside prime-rl the student is at the sampling temperature.
-
-    A token that the data or the teacher wrote (log mu is NaN) is no sample of p and has none, nor
+    y is the sampled token, and S the ids of the support, none for a loss on the sampled token or on
+    hidden states. Whatever S is, the expectation over y ~ p is the KL over the whole vocabulary, so
+    that two losses compare. Both sides are at temperature 1; inside prime-rl the student is at the
+    sampling temperature. A token that the data or the teacher wrote (log mu is NaN) has none, nor
     has one that the teacher rules out.
     """
     compared = inputs.loss_mask & ~inputs.inference_logprobs.isnan()

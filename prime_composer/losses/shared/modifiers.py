@@ -1,9 +1,7 @@
 """Modifiers: changes to the tokens of any loss, namely which ones count and how much.
 
-A modifier is a table under the loss, such as ``[loss.special_tokens]``. ``BoundLoss`` applies it
-before the loss function runs. A removed token leaves ``loss_mask``, so that neither the sum nor the
-metrics read its values (its teacher log-prob may be -inf). The trainer's denominator still counts
-the token, as with a weight of 0.
+A removed token leaves ``loss_mask``, so that neither the sum nor the metrics read its values (its
+teacher log-prob may be -inf). The trainer's denominator still counts it, as with a weight of 0.
 """
 
 import dataclasses
@@ -216,10 +214,7 @@ def position_in_segment(
 def resolve(config: M, tokenizer: Any) -> M:
     """Return a config with every ``special_tokens.strings`` in it turned into ids.
 
-    Losses within the config are included.
-
-    Raises:
-        ValueError: a string is not exactly one token.
+    A string that is not exactly one token is a ``ValueError``.
     """
     changed: dict[str, Any] = {}
     for name in type(config).model_fields:

@@ -14,9 +14,8 @@ def masked_sum(
 ) -> Float[Tensor, ""]:
     """Return the sum of ``weights * values`` over ``mask``. An empty mask gives 0 with a graph.
 
-    ``torch.where`` keeps NaN and inf of masked positions out of the value. It keeps them out of the
-    gradient only if they did not already arise in a function of the masked entries (0 * inf in a
-    backward). A loss therefore masks its *inputs* first.
+    NaN and inf of masked positions stay out of the value. A backward may have 0 * inf all the same,
+    so a loss masks its *inputs* first.
     """
     if weights is not None:
         values = values * torch.where(mask, weights, 1.0)
@@ -32,8 +31,7 @@ def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> F
 def summed_over_ranks(values: Tensor) -> Tensor:
     """Return the sum of ``values`` over all ranks of a distributed run. Every rank has to call it.
 
-    All ranks reduce on one kind of device, whatever device ``values`` are on: a rank without a
-    token has no device to go by.
+    A rank without a token has no device to go by, so all reduce on one kind.
     """
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:

@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-PERIODS_AT_ONCE = 16
-"""Periods that are compared in one pass: memory for 16 rows of the pack."""
+PERIODS_AT_ONCE = 16  # Periods that are compared in one pass: memory for 16 rows of the pack
 
 
 @torch.no_grad()
@@ -23,15 +22,7 @@ def repeated_end(
     tokens, where m is as large as possible. The repetition is m + p tokens long. It counts from
     ``copies`` p and ``tokens`` on, and the m tokens after its first copy are the result, of the
     period whose m is the largest. Only tokens of the mask belong to it, and one without the mask
-    ends it. Nothing is copied to the host.
-
-    Args:
-        token_ids: the tokens.
-        mask: which of them were sampled. What follows the last one in a sequence is not looked at.
-        segment_ids: index of each token's sequence, non-decreasing. None means one sequence.
-        period: longest period.
-        copies: fewest copies of the repeated tokens, the first one included.
-        tokens: fewest tokens of the repetition, its first copy included.
+    ends it. Nothing is copied to the host. ``segment_ids`` is non-decreasing; None is one sequence.
     """
     seq, device = token_ids.shape[0], token_ids.device
     if segment_ids is None:

@@ -1,12 +1,10 @@
 """Importance ratio and trust region of a policy-gradient term, in prime-rl's arithmetic.
 
-Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu. Both are at the
-temperature at which the tokens were sampled.
-
-The order of the operations is upstream's (prime_rl/trainer/rl/loss.py,
-https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0 to 559b4477), so that finite inputs give
-bit-equal losses, gradients and metrics. What main added in the autumn of 2026, a cap of rho and a
-bound of the metrics, is equal up to rounding.
+Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu, both at the
+temperature at which the tokens were sampled. The order of the operations is upstream's
+(prime_rl/trainer/rl/loss.py, https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0 to 559b4477), so
+that finite inputs give bit-equal losses, gradients and metrics. What main added in the autumn of
+2026, a cap of rho and a bound of the metrics, is equal up to rounding.
 """
 
 import math
@@ -130,9 +128,8 @@ def signed_region(
 ) -> Region:
     """Drop a token iff the step would move its probability further away from the sampler's.
 
-    That is (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). It is the
-    rule of DPPO (2026), https://arxiv.org/abs/2602.04879, with the sign of the signal that
-    multiplies rho, whatever that signal is.
+    That is (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low), the rule
+    of DPPO (2026), https://arxiv.org/abs/2602.04879.
     """
     return Region(
         high=mask & (signal > 0) & (probs_diff > delta_high),
