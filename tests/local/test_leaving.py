@@ -14,12 +14,12 @@ import torch
 from prime_composer.local import run as module
 from prime_composer.local.collect import Collector
 from prime_composer.local.health import GROWTH
+from prime_composer.local.run import checkpoints_at_once
 from prime_composer.local.run_dir import checkpoint as checkpoint_module
 from prime_composer.local.run_dir import disk
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.disk import NoRoom
 from prime_composer.local.run_dir.outcome import RunStopped
-from prime_composer.local.run_dir.room import checkpoints_at_once
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.local.train import train
 from prime_composer.local.watch import WatchFailed

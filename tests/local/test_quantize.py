@@ -19,9 +19,9 @@ from prime_composer.local.health import ExplodedWeights
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
+from prime_composer.local.run import checkpoint_bytes
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.plan import plan
-from prime_composer.local.run_dir.room import checkpoint_bytes
 from prime_composer.local.student import Student
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set

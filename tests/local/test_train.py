@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prime_composer.contract import LossInputs
+from prime_composer.local.run import is_due
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.room import is_due
 from prime_composer.local.student import lr_factor
 from prime_composer.local.tracker import read_metrics
 from prime_composer.recipe.schema import TrainerConfig
