@@ -31,8 +31,6 @@ class Candidates:
         off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
         unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
             the position is on a row's begin, as ``nobody`` has it then.
-        begun: mass of teacher tokens that may begin a candidate and not end it, without the text's
-            own one, [n, m]; NaN where the rows have to say it. None: everywhere.
     """
 
     ids: Int[Tensor, "n m"]
@@ -43,7 +41,6 @@ class Candidates:
     nobody: Float[Tensor, " n"]
     off_path: Float[Tensor, " n"]
     unlisted: Float[Tensor, " n"]
-    begun: Float[Tensor, "n m"] | None = None
 
 
 class Sums:

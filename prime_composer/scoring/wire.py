@@ -23,7 +23,6 @@ NAME = "prime_composer"
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"
-TABLES_PATH = "/v1/prime_composer/tables"
 """Below /v1, so that the server's API key guards them."""
 
 FLOAT32_HEAD = {"head_dtype": "float32"}
@@ -57,14 +56,6 @@ class WireError(ValueError):
         self.is_ours = is_ours
 
 
-class Parameters(msgspec.Struct, forbid_unknown_fields=True):
-    """Parameters of one kind for one sequence. The kind says what they mean, and checks them."""
-
-    k: Count = 0  # columns of what is asked for
-    shared: dict[str, Any] = {}  # what all rows share, by name
-    rows: str = ""  # int32 numbers of each row, [n, m], from ``encode_ids``
-
-
 class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A sequence of a request.
 
@@ -72,14 +63,11 @@ class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
         token_ids: prompt and completion.
         start: position of the first token of interest, at least 1: token 0 has no context.
         given: ids of the caller's choice for each token of interest, from ``encode_ids``.
-        parameters: of kinds without a field of their own, by the kind's name. A message without
-            any does not have the field, which older servers do not know.
     """
 
     token_ids: list[int]
     start: int
     given: str = ""
-    parameters: dict[str, Parameters] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def rows(self) -> int:
@@ -267,27 +255,6 @@ class HeadResponse(msgspec.Struct):
     version: int
     facts: HeadFacts | None = None
     rows: Rows | None = None
-
-
-class TablesRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to ``TABLES_PATH``: keep tables, or say whether they are here (409: they are not).
-
-    Attributes:
-        version: the client's.
-        name: SHA-256 of the tables' bytes.
-        content: their bytes in base64; empty to ask.
-    """
-
-    version: int
-    name: str
-    content: str = ""
-
-
-class TablesResponse(msgspec.Struct):
-    """A response of ``TABLES_PATH``: all workers have the tables."""
-
-    plugin: str
-    version: int
 
 
 class _Greeting(msgspec.Struct):

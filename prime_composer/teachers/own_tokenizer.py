@@ -8,10 +8,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -27,17 +26,13 @@ from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.scoring.kinds import Kind
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.step.overflow import Rule
-from prime_composer.teachers.client import Beside, knows
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
     TokenServer,
     check_served_tokenizer,
 )
-from prime_composer.teachers.student_candidates import LISTED, Question, Questions, read_answer
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.tokenizer_pair import (
     LONGER,
@@ -58,25 +53,6 @@ READ = 256
 
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
-
-
-@runtime_checkable
-class AskingScorer(Protocol):
-    """A scorer whose server may be asked for more than supports."""
-
-    def knows(self, kind: Kind) -> bool:
-        """Return whether the server has a kind of scores."""
-        ...
-
-    def score(
-        self,
-        rollouts: Sequence[Rollout],
-        support_size: int,
-        *,
-        beside: Sequence[Beside],
-    ) -> list[Scores]:
-        """Score as ``protocols.Scorer`` says, and ask for more about each rollout."""
-        ...
 
 
 def with_own_tokenizer(
@@ -164,26 +140,13 @@ class OwnTokenizerScorer:
         plans = [self._plan(rollout) for rollout in rollouts]
         readings = self.readings(rollouts, plans)
         self._check_fits(readings)
-        questions = [
-            self._by_rows.question(plan, support_size, self._size, can_sum=self._can_sum)
-            for plan in plans
-        ]
-        beside = [question.beside for question in questions if question is not None]
-        if beside:
-            assert isinstance(self.scorer, AskingScorer)
-            read = self.scorer.score(readings, self._read, beside=beside)
-        else:
-            read = self.scorer.score(readings, self._read)
+        read = self.scorer.score(readings, self._read)
         found = []
-        for rollout, plan, given, question in zip(rollouts, plans, read, questions, strict=True):
-            scores, totals = self._by_rows.scores(plan, given, support_size, self._size, question)
+        for rollout, plan, given in zip(rollouts, plans, read, strict=True):
+            scores, totals = self._by_rows.scores(plan, given, support_size, self._size)
             self._totals.update(totals)
             found.append(replace(scores, start=rollout.start))
         return found
-
-    @property
-    def _can_sum(self) -> bool:
-        return knows(self.scorer, STUDENT_CANDIDATES)
 
     def readings(
         self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
@@ -272,7 +235,7 @@ class OwnTokenizerScorer:
     @property
     def _read(self) -> int:
         """Ids that are read of each row."""
-        return self._by_rows.ids_read(self._size, can_sum=self._can_sum)
+        return ids_read(self._size)
 
     def _plan(self, rollout: Rollout) -> Plan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
@@ -332,8 +295,13 @@ class OwnTokenizerScorer:
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
 
+def ids_read(size: int) -> int:
+    """Return how many ids are read of each row of a vocabulary of ``size`` entries."""
+    return size if size <= WHOLE_UP_TO else READ
+
+
 class ByRows:
-    """Scores of a student's tokens from a teacher's rows, which are summed here or by its server.
+    """Scores of a student's tokens from a teacher's rows.
 
     Where ``fixed``, supports must not depend on the sampled token.
     """
@@ -341,43 +309,11 @@ class ByRows:
     def __init__(self, pair: Pair, *, fixed: bool = False):
         self.pair, self._fixed, self._sums = pair, fixed, Sums(pair)
 
-    @cached_property
-    def _questions(self) -> Questions:
-        return Questions(self.pair)
-
-    def _is_summed(self, size: int, *, can_sum: bool) -> bool:
-        """Return whether the server sums rows: only those of which some ids would not be read.
-
-        Arguments are those of ``ids_read``.
-        """
-        return can_sum and READ < size and len(self.pair.teacher.of_id) <= size
-
-    def ids_read(self, size: int, *, can_sum: bool) -> int:
-        """Return how many ids are read of each row of a head with ``size`` entries.
-
-        ``can_sum`` says that its server has the kind ``student_candidates``.
-        """
-        if self._is_summed(size, can_sum=can_sum):
-            return LISTED  # of what follows its own tokens
-        return size if size <= WHOLE_UP_TO else READ
-
-    def question(self, plan: Plan, k: int, size: int, *, can_sum: bool) -> Question | None:
-        """Return what the server is asked to sum for supports of K ids; None: it sums nothing.
-
-        Other arguments are those of ``ids_read``.
-        """
-        return self._questions.of(plan, k) if self._is_summed(size, can_sum=can_sum) else None
-
-    def scores(
-        self, plan: Plan, read: Scores, k: int, size: int, question: Question | None = None
-    ) -> tuple[Scores, Totals]:
+    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return the scores of the student's tokens, and sums over them.
 
-        ``question`` is what the teacher's server was asked; None sums here.
+        ``read`` are the teacher's scores of its own tokens, by a head with ``size`` entries.
         """
-        if question is not None:
-            candidates, listed = read_answer(self.pair, question, read)
-            return token_scores(self.pair, plan, candidates, listed, k, fixed=self._fixed)
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
         if read.token_ids.shape[1] >= size:
