@@ -6,7 +6,7 @@ teacher with the student's tokenizer. In front of any scorer: transformers, vLLM
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -38,6 +38,7 @@ from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
     TeacherPrompts,
+    aligned_share,
     ends_of,
     lead_of,
     make_pair,
@@ -50,6 +51,13 @@ WHOLE_UP_TO = 4096
 
 READ = 256
 """Entries of a row that are read of a larger vocabulary, the most probable ones."""
+
+ALIGNED = 0.97
+"""Share of the student's tokens that have to begin where one of the teacher's does. Of the others
+these ids say too little (losses/another_tokenizer.md)."""
+
+JUDGED_TOKENS = 4096
+"""Tokens of a student's first turns on which that share is counted inside prime-rl."""
 
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
@@ -64,11 +72,13 @@ def with_own_tokenizer(
     loss: LossConfig,
     vocab_size: int,
     table: str,
+    scored: Sequence[Problem],
     student_end: int | None = None,
 ) -> "OwnTokenizerScorer":
     """Let a teacher with a tokenizer of its own, that of ``model``, score the student's tokens.
 
-    ``student_end`` is the student's id that ends an answer; None takes its tokenizer's.
+    ``scored`` are the problems whose rollouts it scores. ``student_end`` is the student's id that
+    ends an answer; None takes its tokenizer's.
     """
     tokenizer = own_tokenizer_of(model, table)
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
@@ -76,9 +86,12 @@ def with_own_tokenizer(
     leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
     ends = ends_of(model) or ()
     pair = make_pair(tokenizer, student, ends, prompts.texts(), table, sizes, leads, student_end)
+    aligned = aligned_share(pair, prompts.written(scored))
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
-    return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed, table=table)
+    return OwnTokenizerScorer(
+        scorer, pair, prompts, vocab_size, fixed=fixed, table=table, aligned=aligned
+    )
 
 
 class OwnTokenizerScorer:
@@ -86,7 +99,8 @@ class OwnTokenizerScorer:
 
     A support has the sampled token, then the most probable ids whose probability one pass of the
     teacher resolves; other columns are not known. A token of which the teacher has no probability
-    is not ``scored``. Where ``fixed``, supports must not depend on the sampled token.
+    is not ``scored``. Where ``fixed``, supports must not depend on the sampled token. ``aligned``
+    is ``aligned_share`` of the run's own texts.
     """
 
     gives_any_ids = False
@@ -100,7 +114,9 @@ class OwnTokenizerScorer:
         *,
         fixed: bool = False,
         table: str = "teacher",
+        aligned: float = 1.0,
     ):
+        self._aligned = aligned
         self.scorer, self.pair, self.prompts = scorer, pair, prompts
         self._vocab_size, self._table = vocab_size, table
         self._by_rows = ByRows(pair, fixed=fixed)
@@ -140,13 +156,18 @@ class OwnTokenizerScorer:
         plans = [self._plan(rollout) for rollout in rollouts]
         readings = self.readings(rollouts, plans)
         self._check_fits(readings)
-        read = self.scorer.score(readings, self._read)
-        found = []
+        found, read = [], self._rows(readings)
         for rollout, plan, given in zip(rollouts, plans, read, strict=True):
-            scores, totals = self._by_rows.scores(plan, given, support_size, self._size)
+            scores, totals = self._by_rows.scores(plan, given, support_size, self.size)
             self._totals.update(totals)
             found.append(replace(scores, start=rollout.start))
         return found
+
+    def _rows(self, readings: Sequence[Rollout]) -> Iterable[Scores]:
+        if self.ids_read <= WHOLE_UP_TO:
+            return self.scorer.score(readings, self.ids_read)
+        # Whole rows of a large vocabulary fill the memory: those of one rollout at a time.
+        return (self.scorer.score([one], self.ids_read)[0] for one in readings)
 
     def readings(
         self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
@@ -164,7 +185,7 @@ class OwnTokenizerScorer:
         (reading,) = self.readings([rollout])
         # Not from a tape: it says whether the teacher is the same one.
         asked = live_of(self.scorer) or self.scorer
-        (scores,) = asked.score([reading], min(COMPARED_IDS, self._read))
+        (scores,) = asked.score([reading], min(COMPARED_IDS, self.ids_read))
         return KnownRequest(reading, scores, sign=self.starts)
 
     def room(self, rollout: Rollout) -> int | None:
@@ -203,6 +224,12 @@ class OwnTokenizerScorer:
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
                 "`prime-composer teacher`."
             )
+        if self._is_served and (loss := what_is_lost(self._aligned, self.size)):
+            raise PreflightError(
+                f"{loss} Run the teacher in this process, which reads whole rows (in "
+                f'[{self._table}], backend = "transformers" or "vllm" and no url), or choose a '
+                "teacher whose tokenizer splits texts as the student's does."
+            )
         prompts = self.prompts
         assert isinstance(prompts, TeacherPrompts)
         warnings = self._check_window(prompts, problems, max_tokens, rule) if problems else []
@@ -228,14 +255,19 @@ class OwnTokenizerScorer:
         self.scorer.close()
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
         """Entries of the teacher's head."""
         return self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
 
     @property
-    def _read(self) -> int:
+    def _is_served(self) -> bool:
+        return isinstance(live_of(self.scorer), TokenServer)
+
+    @property
+    def ids_read(self) -> int:
         """Ids that are read of each row."""
-        return ids_read(self._size)
+        lost = what_is_lost(self._aligned, self.size)
+        return self.size if lost and not self._is_served else served_ids(self.size)
 
     def _plan(self, rollout: Rollout) -> Plan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
@@ -258,7 +290,7 @@ class OwnTokenizerScorer:
         prompt, ratio = prompts.longest(problems), prompts.tokens_per_student_token(problems)
         answer = ceil(max_tokens * ratio)
         if isinstance(live := live_of(self.scorer), LimitedServer):
-            live.check_room(answer, self._read, False, False)
+            live.check_room(answer, self.ids_read, False, False)
         limit = self.scorer.limits.max_model_len
         if limit is None or rule != "error":
             return []
@@ -295,9 +327,38 @@ class OwnTokenizerScorer:
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
 
-def ids_read(size: int) -> int:
-    """Return how many ids are read of each row of a vocabulary of ``size`` entries."""
+def served_ids(size: int) -> int:
+    """Return how many ids are read of each row of a served head with ``size`` entries."""
     return size if size <= WHOLE_UP_TO else READ
+
+
+def what_is_lost(aligned: float, size: int) -> str:
+    """Say that these ids are too few; empty where they are enough.
+
+    ``aligned`` is the share of the student's tokens that begin where one of the teacher's does.
+    """
+    if size <= WHOLE_UP_TO or aligned >= ALIGNED:
+        return ""
+    return (
+        f"Of the student's tokens, {aligned:.2%} begin where one of the teacher's does, and "
+        f"{ALIGNED:.0%} have to: a served teacher with more than {WHOLE_UP_TO:,} entries is asked "
+        f"for {READ} ids of each row, which say too little of the others."
+    )
+
+
+class FirstTokens:
+    """The tokens that a student wrote first, by which a pair is judged where no data is known."""
+
+    def __init__(self) -> None:
+        self._aligned: list[bool] = []
+
+    def judge(self, plan: Plan, size: int) -> str:
+        """Return ``what_is_lost``, once enough tokens were seen; before and after it nothing."""
+        if len(self._aligned) >= JUDGED_TOKENS:
+            return ""
+        self._aligned += [one.aligned for one in plan.positions if one is not None]
+        count = len(self._aligned)
+        return what_is_lost(sum(self._aligned) / count, size) if count >= JUDGED_TOKENS else ""
 
 
 class ByRows:

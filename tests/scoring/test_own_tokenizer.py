@@ -1,5 +1,6 @@
 """A served teacher with a tokenizer of its own: the same scores as one in this process."""
 
+import re
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -8,20 +9,27 @@ import torch
 
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
+from prime_composer.backends.hf_model import load_model  # noqa: E402
 from prime_composer.backends.protocols import Limits  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.finish import NEVER  # noqa: E402
+from prime_composer.local.opening import open_engine  # noqa: E402
+from prime_composer.local.preflight import preflight  # noqa: E402
+from prime_composer.local.sources import load_sources  # noqa: E402
+from prime_composer.recipe.loading import parse_recipe  # noqa: E402
 from prime_composer.teachers import own_tokenizer  # noqa: E402
 from prime_composer.teachers.compatibility import PreflightError  # noqa: E402
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.teachers.tokenizer_pair import make_pair  # noqa: E402
 from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
+from tests.local.helpers import tiny_models  # noqa: E402
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import (  # noqa: E402
     STUDENT,
     TEACHER,
+    own_recipe,
     rollout_of,
     wrapped,
 )
@@ -125,6 +133,31 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
         own.prompts = SimpleNamespace(teacher=teacher)
         with pytest.raises(PreflightError, match="no scoring plugin.*prime-composer teacher"):
             own.check([], 8, "error")
+
+
+@pytest.mark.parametrize("read", [None, 256])
+def test_served_pair_that_does_not_align_is_refused(
+    read, monkeypatch, vllm_without_its_libraries, tiny_recipe
+):
+    """By the preflight, with its number and the remedy; whole rows of a small vocabulary pass."""
+    raw = own_recipe(tiny_recipe)
+    teacher = str(tiny_models(raw)["teacher"])
+    rows = Rows(3, load_model(teacher).config.vocab_size)
+    rows.model_config.model = teacher
+    read_of_rows(monkeypatch, read)
+    with Served(rows) as one:
+        raw["teacher"] = {"model": teacher, "url": one.url, "tokenizer": "own", "wait": 0}
+        recipe = parse_recipe(raw)
+        sources = load_sources(recipe)
+        with open_engine(recipe, sources, tiny_models(raw), lambda text: None) as engine:
+            if read is None:
+                preflight(engine, recipe, lambda text: None)
+                return
+            with pytest.raises(PreflightError) as refused:
+                preflight(engine, recipe, lambda text: None)
+    message = str(refused.value)
+    assert re.search(r"\b[1-9]\d\.\d\d% begin .*97%", message) and "[teacher]" in message
+    assert 'backend = "transformers"' in message and "no url" in message
 
 
 @pytest.mark.vllm

@@ -30,7 +30,7 @@ from prime_composer.losses import parse_loss
 from prime_composer.problems.prompts import ends_of_chat
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.scoring.wire import Facts
-from prime_composer.teachers.own_tokenizer import ByRows, ids_read
+from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
 from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
@@ -65,6 +65,7 @@ class OwnTokenizer:
     def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
         self.tokenizer, self.k = tokenizer, k
         self._pair, self._by_rows = pair, ByRows(pair, fixed=fixed)
+        self._first_tokens = FirstTokens()
 
     def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
         """Return a turn of the student; None where the teacher would write it in another way.
@@ -90,9 +91,15 @@ class OwnTokenizer:
         self, turn: Turn, facts: Facts, ask: Ask, compute: Any
     ) -> tuple[Scores, Totals]:
         """Return the teacher's scores of a turn's tokens, and sums over them."""
+        if loss := self._first_tokens.judge(turn.plan, facts.vocab_size):
+            raise ValueError(
+                f"{SWITCH}: {TOKENIZERS_KEY}: {loss} Choose a teacher whose tokenizer splits texts "
+                "as the student's does, or run the recipe on one machine with the teacher in its "
+                'process (--engine local; in [teacher], backend = "transformers" or "vllm").'
+            )
         # The end of the teacher's turn is scored as well.
         reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
-        read = await ask(reading, len(turn.prompt), ids_read(facts.vocab_size))
+        read = await ask(reading, len(turn.prompt), served_ids(facts.vocab_size))
         return await compute(self._by_rows.scores, turn.plan, read, self.k, facts.vocab_size)
 
 
