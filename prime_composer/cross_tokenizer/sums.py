@@ -1,6 +1,6 @@
 """The teacher's mass on the first student token of what follows each position: sums over rows.
 
-No strings: tables, rows and plans are all numbers, so that a server can compute these sums.
+No strings: tables, rows and plans are all numbers.
 """
 
 from collections.abc import Sequence
