@@ -57,7 +57,7 @@ OF_UPSTREAM = {
         "vllm_logprobs",
     },
     "teachers": {
-        *("client", "compatibility", "mixture", "own_tokenizer", "server", "student_candidates"),
+        *("client", "compatibility", "mixture", "own_tokenizer", "server"),
         *("tokenizer_pair", "watch"),
     },
     "step": {"states"},

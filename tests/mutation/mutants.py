@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from tests.mutation.tree import Edit
 
 LOSSES = "tests/losses/"
-SERVED = "tests/scoring/test_student_candidates.py"
+ROWS_READ = "tests/teachers/test_rows_read.py"
 OWN_TOKENIZER = [
     "tests/cross_tokenizer/test_supports.py",
     "tests/cross_tokenizer/test_target.py",
-    SERVED,
+    ROWS_READ,
 ]
 TESTS = {
     "divergences/base.py": ["tests/test_divergences.py"],
@@ -82,7 +82,7 @@ TESTS = {
     "cross_tokenizer/plan.py": OWN_TOKENIZER,
     "cross_tokenizer/sums.py": OWN_TOKENIZER,
     "cross_tokenizer/finish.py": OWN_TOKENIZER,
-    "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py", SERVED],
+    "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py", ROWS_READ],
     "upstream/orchestrator/own_tokenizer.py": ["tests/upstream/test_own_tokenizer.py"],
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
