@@ -176,6 +176,7 @@ class TopK(SupportKind):
         return KindRequest(self.name, k) if k else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        super().write(request, score_request, n)
         score_request.k = request.k
 
     def of(self, k: int) -> KindRequest:
