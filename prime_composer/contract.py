@@ -14,7 +14,6 @@ https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,8 +218,6 @@ class Scores:
         start: position of the first row's token in the sequence.
         scored: which tokens the teacher has a score of, [n]. None: all. Another token does not
             train, and the numbers of its row may be anything.
-        beside: arrays of a kind that gives no support (``scoring.kinds.Kind``), for whoever asked a
-            server for it: name -> NumPy's [n] or [n, columns]. None: no such kind was asked for.
     """
 
     ref_logprobs: Float[Tensor, " n"]
@@ -230,7 +227,6 @@ class Scores:
     known: Bool[Tensor, "n k"] | None = None
     start: int = 0
     scored: Bool[Tensor, " n"] | None = None
-    beside: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -276,7 +272,6 @@ class Scores:
             known=cut(self.known),
             start=self.start + first,
             scored=cut(self.scored),
-            beside=self.beside and {name: cut(array) for name, array in self.beside.items()},
         )
 
     def top(self, k: int) -> "Scores":

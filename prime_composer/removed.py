@@ -14,8 +14,8 @@ REMOVED: dict[str, str] = {
     ),
     **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
-    "eval.samples": "leave it out, with eval.temperatures",
-    "eval.temperatures": "leave it out; eval measures greedy answers",
+    "diloco.min_replicas": "leave it out; an outer step takes a majority of the islands",
+    **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; answers are greedy"),
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
 """Key of a recipe, ``loss.type=NAME``, or key of an environment variable's JSON as

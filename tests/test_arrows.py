@@ -57,7 +57,7 @@ OF_UPSTREAM = {
         "vllm_logprobs",
     },
     "teachers": {
-        *("client", "compatibility", "mixture", "own_tokenizer", "server", "student_candidates"),
+        *("client", "compatibility", "mixture", "own_tokenizer", "server"),
         *("tokenizer_pair", "watch"),
     },
     "step": {"states"},
@@ -74,7 +74,7 @@ NAMES_A_PARAMETER = {
 IN_OTHER_PROCESSES = {
     "prime_composer.upstream.settings": "prime_composer.upstream.loss_fn",
     "prime_composer.cli.study": "prime_composer.cli",
-    "prime_composer.cli.islands.run": "prime_composer.cli",
+    "prime_composer.cli.islands": "prime_composer.cli",
 }
 """Module -> a string in it that another process imports: a program, or a name for prime-rl."""
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_composer.cli.islands import options as islands
 from prime_composer.cli.machine import choose_engine, set_environment
 from prime_composer.cli.program import Program, as_called, in_short, program, version
 
@@ -89,7 +88,7 @@ def _rl(args: argparse.Namespace) -> int:
         raise ValueError("--step names the checkpoint to continue from: it goes with --resume")
     if args.overwrite and args.resume:
         raise ValueError("--resume continues a run and --overwrite deletes it; give one of them")
-    of_islands = islands.check_options(args.island, args.lighthouse, args.islands)
+    of_islands = asks_for_islands(args.island, args.lighthouse, args.islands)
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
@@ -99,7 +98,7 @@ def _rl(args: argparse.Namespace) -> int:
     set_environment()
     if of_islands:
         with ending_at_once():
-            from prime_composer.cli.islands.run import rl_islands
+            from prime_composer.cli.islands import rl_islands
 
         with stopping_at_once():
             return rl_islands(args, repeated(args))
@@ -113,6 +112,30 @@ def _rl(args: argparse.Namespace) -> int:
         how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
         wish = Wish(recipe, Path(args.config), args.output_dir or recipe.output_dir, **how)
         return plan_local(wish) if args.dry_run else run_local(wish, repeated(args))
+
+
+def asks_for_islands(island: int | None, lighthouse: str | None, islands: int | None) -> bool:
+    """Return whether a command asks for islands."""
+    if islands is not None and (island is not None or lighthouse is not None):
+        raise ValueError("--islands runs all of them here; --island and --lighthouse run one")
+    if (island is None) != (lighthouse is None):
+        raise ValueError("--island and --lighthouse go together; --islands N runs all of them here")
+    if lighthouse is not None:
+        from prime_composer.recipe.urls import checked_url
+
+        checked_url(lighthouse)
+    return island is not None or islands is not None
+
+
+def _lighthouse(args: argparse.Namespace) -> int:
+    from prime_composer.local.signals import ending_at_once, stopping_at_once
+
+    set_environment()
+    with ending_at_once():
+        from prime_composer.cli.islands import serve_lighthouse
+
+    with stopping_at_once():
+        return serve_lighthouse(args.config, args.overrides, args.host, args.port)
 
 
 def repeated(args: argparse.Namespace) -> str:
@@ -305,7 +328,7 @@ def prepare_on_screen(
         return prepare_models(recipe, problems, rebuild, screen.preparing)
 
 
-Option = islands.Option
+Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(*flags: str, **how: Any) -> Option:
@@ -359,7 +382,24 @@ RL = (
         action="store_true",
         help="delete the run that is in the run directory, and start over in it",
     ),
-    *islands.RL,
+    option(
+        "--island",
+        type=int,
+        metavar="I",
+        help="of a recipe with [diloco]: run island I, from 0; goes with --lighthouse",
+    ),
+    option(
+        "--lighthouse",
+        metavar="URL",
+        help="with --island: what `lighthouse` printed, for example http://10.0.0.1:29510",
+    ),
+    option(
+        "--islands",
+        type=int,
+        metavar="N",
+        help="of a recipe with [diloco]: run a lighthouse and all N islands on this "
+        "machine, to try it",
+    ),
     DRY_RUN,
     OVERRIDES,
 )
@@ -423,6 +463,17 @@ DOCTOR = (
     option("-v", "--verbose", action="store_true", help="list also what fits, name by name"),
     option("--source", metavar="DIR", help="read this checkout of prime-rl instead"),
 )
+LIGHTHOUSE = (
+    RECIPE,
+    option(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at, of a private network that all islands reach; default: "
+        "127.0.0.1, this machine. Nothing is encrypted, and nobody is asked who they are",
+    ),
+    option("--port", type=int, default=29510, help="this port and the next one; default: 29510"),
+    OVERRIDES,
+)
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Option]]] = {
     "rl": (_rl, "Run a recipe.", RL),
     "check": (
@@ -449,9 +500,9 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
         STUDY,
     ),
     "lighthouse": (
-        islands.run_lighthouse,
+        _lighthouse,
         "Bring the islands of a recipe with [diloco] together.",
-        (RECIPE, *islands.LIGHTHOUSE, OVERRIDES),
+        LIGHTHOUSE,
     ),
     "teacher": (
         _teacher,

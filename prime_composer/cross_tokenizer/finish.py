@@ -266,25 +266,18 @@ class Positions:
         """Return the mass of teacher tokens that may begin a student token and not end it, [e]."""
         at, tokens = masses.positions[entries], masses.tokens[entries]
         row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]
-        begun = masses.begun[entries]
         first = np.where(skip == 0, self.pair.path_first[tokens], -1)
         found = np.zeros(len(entries))
         aligned = (skip == 0) & (first >= 0)
-        ask = aligned & np.isnan(begun) & (first != own)
+        ask = aligned & (first != own)
         found[ask] = self.rows.at(row[ask], first[ask])
-        ask = aligned & ~np.isnan(begun) & (first != own)
-        found[ask] = begun[ask]
         for e in np.flatnonzero((aligned & (first == own)) | (skip < 0)).tolist():
             found[e] = self._along_path(int(at[e]), int(tokens[e]), fixed=fixed)
-        inside = np.flatnonzero((skip > 0) & (np.isnan(begun) | fixed))
-        ask = skip > 0
-        found[ask] = np.where(np.isnan(begun[ask]), 0.0, begun[ask])
+        inside = np.flatnonzero(skip > 0)
         ids = [self._within(int(at[e]), int(tokens[e])) for e in inside.tolist()]
         counts = [len(each) for each in ids]
         entry, id_ = np.repeat(inside, counts), np.array([*chain(*ids)], dtype=np.int64)
-        # What was begun is without the text's own token.
-        is_own = id_ == own[entry]
-        use = np.where(is_own, fixed, np.isnan(begun[entry]))
+        use = fixed | (id_ != own[entry])
         mass = self.rows.at(row[entry[use]], id_[use])
         return found + added(entry[use], mass, len(entries))
 

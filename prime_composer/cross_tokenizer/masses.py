@@ -23,9 +23,6 @@ class Masses:
     keys: Ints  # position times ``width``, plus the token, in order, [e]
     closed: Floats  # mass that is certain, [e]
     open: Floats  # mass that may turn out to be another token's, [e]
-    # mass of teacher tokens that may begin it and not end it (``Candidates``), [e]; NaN where the
-    # rows have to say it
-    begun: Floats
     total: Floats  # of each position, with the tokens that have no entry, [n]
     # open mass of dropped tokens: it belongs to another token, or to another text, [n]
     doubtful: Floats
@@ -44,11 +41,8 @@ class Masses:
             part.cpu().numpy()[kept][order].astype(np.float64)
             for part in (candidates.closed, candidates.open)
         )
-        begun = np.full(len(keys), np.nan)
-        if candidates.begun is not None:
-            begun = candidates.begun.cpu().numpy()[kept][order].astype(np.float64)
         total = candidates.total.cpu().numpy().astype(np.float64)
-        return cls(width, keys[order], closed, open_, begun, total, np.zeros(n), np.zeros(n))
+        return cls(width, keys[order], closed, open_, total, np.zeros(n), np.zeros(n))
 
     @property
     def positions(self) -> Ints:
@@ -86,9 +80,7 @@ class Masses:
             added(of_key, np.concatenate([own, mass * use]), len(keys))
             for own, use in ((self.closed, ~is_open), (self.open, is_open))
         )
-        begun = np.full(len(keys), np.nan)
-        begun[of_key[: len(self.keys)]] = self.begun
-        return replace(self, keys=keys, closed=closed, open=open_, begun=begun)
+        return replace(self, keys=keys, closed=closed, open=open_)
 
     def only(self, kept: NDArray[np.bool_]) -> "Masses":
         """Return these without the entries that are not kept, and without their mass."""
@@ -99,7 +91,6 @@ class Masses:
             keys=self.keys[kept],
             closed=self.closed[kept],
             open=self.open[kept],
-            begun=self.begun[kept],
             total=self.total - added(at, self.closed[~kept], n) - unsure,
             doubtful=self.doubtful + unsure,
         )

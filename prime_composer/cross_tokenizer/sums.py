@@ -1,6 +1,6 @@
 """The teacher's mass on the first student token of what follows each position: sums over rows.
 
-No strings: tables, rows and plans are all numbers, so that a server can compute these sums.
+No strings: tables, rows and plans are all numbers.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,6 @@ class Candidates:
     nobody: Float[Tensor, " n"]  # mass on tokens that write nothing; 0 inside a token
     off_path: Float[Tensor, " n"]  # mass on other tokenizations of the text before: a bound
     unlisted: Float[Tensor, " n"]  # mass of any token here that the rows do not list
-    # mass that may begin one and not end it, but for the text's own; NaN: ask rows. None: all NaN
-    begun: Float[Tensor, "n m"] | None = None
 
 
 class Sums:

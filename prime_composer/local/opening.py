@@ -387,6 +387,7 @@ def _wrap_own_tokenizers(
                 engine.loss,
                 engine.vocab_size,
                 teacher.table,
+                routing.route(engine.problems.problem_set.practice)[teacher],
                 engine.problems.ends.answer,
             )
 

@@ -18,7 +18,7 @@ from prime_composer.local.health import (
     teachers_without_success,
     tokens_of_no_use,
 )
-from prime_composer.local.islands.island import Island, IslandRefused
+from prime_composer.local.islands.island import Island
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import check_routing
 from prime_composer.local.run_dir.checkpoint import (
@@ -287,8 +287,6 @@ class Run:
                     with self.stop.may_interrupt():
                         self.verify()
                     self.save()
-                if self.island is not None and self.student.steps == self.recipe.trainer.steps:
-                    self.island.finish()
         except (ValueError, OSError, StepAbandoned) as error:
             stopped = self.leave(error)
             self.abandoned = isinstance(error, StepAbandoned)
@@ -324,7 +322,7 @@ class Run:
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         if self.island is not None:
-            state["islands"] = self.island.state_dict()
+            state["islands"] = self.island.outer.state_dict()
         model, tokenizer = self.engine.stored, self.engine.problems.tokenizer
         kept = kept_steps(self.watch, self.collapse, step)
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
@@ -334,7 +332,7 @@ class Run:
         reason = in_words(error)
         self.close()
         # A step in doubt would push the last good checkpoint out.
-        unfit = isinstance(error, CheckpointNotSaved | WatchFailed | IslandRefused)
+        unfit = isinstance(error, CheckpointNotSaved | WatchFailed)
         if not unfit and not self.is_saved():
             try:
                 if self.tracker.last_step < self.student.steps:
@@ -438,9 +436,6 @@ def open_run(
             )
             with closing(run):
                 run.measure_at_start()
-                if island is not None:
-                    island.begin()
-                    run.measure_left()
                 yield run
 
 

@@ -1,6 +1,6 @@
 """Define ``[diloco]``: islands that train on their own and average their weights now and then."""
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from prime_composer.tables import MOST_STEPS, Table
 
@@ -66,11 +66,6 @@ class DilocoConfig(Table):
     outer_momentum: float = Field(default=0.5, ge=0, lt=1)
     """Nesterov momentum of the outer SGD. The paper's 0.9 makes a run of ten outer steps worse."""
 
-    min_replicas: int | None = Field(default=None, ge=1, le=MOST_ISLANDS)
-    """Fewest islands that take an outer step together; with fewer, the others wait. Unset: a
-    majority. Less than a majority lets islands go on that cannot see each other; the run of one
-    that was left behind then ends with an error."""
-
     wait: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
     """Seconds that an outer step waits for the slowest island: longer than its longest `every`
     steps take, an evaluation included."""
@@ -79,24 +74,13 @@ class DilocoConfig(Table):
     """Seconds that the mean of one tensor may take, or the copy of another island's state by one
     that comes back: five times the student in float32."""
 
-    @model_validator(mode="after")
-    def _check_min_replicas(self) -> "DilocoConfig":
-        if self.fewest > self.replicas:
-            raise ValueError(
-                f"min_replicas = {self.min_replicas} is more than replicas = {self.replicas}: "
-                "lower it"
-            )
-        return self
-
     @property
     def fewest(self) -> int:
-        """``min_replicas``, or a majority of the islands."""
-        return self.replicas // 2 + 1 if self.min_replicas is None else self.min_replicas
+        """The fewest islands that take an outer step together: a majority, of which two cannot be.
 
-    @property
-    def of_lighthouse(self) -> dict[str, float]:
-        """What the lighthouse waits by: key -> value."""
-        return {"diloco.min_replicas": float(self.fewest), "diloco.wait": self.wait}
+        With fewer, the others wait.
+        """
+        return self.replicas // 2 + 1
 
     def check_steps(self, key: str, steps: int) -> None:
         """Refuse a number of steps that does not end with an outer step. 0 is none at all."""

@@ -8,11 +8,9 @@
 - ``requests``: what is asked, checked against the server's limits
 - ``engine``: the rows of a request from vLLM's engine, a few steps' work at a time
 - ``head``: the model's output head, in pieces
-- ``student_candidates``: the kind for a student with another tokenizer
-- ``pair_tables``: the integer tables that it sums by, which clients send
 - ``shared_vocabulary``: ids that one output head has and another lacks
 
 Of other parts of prime_composer only the contract's ``Scores`` and the reading of names are
-imported here. Clients import ``wire``, the kinds, ``pair_tables`` and ``shared_vocabulary`` alone.
+imported here. Clients import ``wire``, the kinds and ``shared_vocabulary`` alone.
 The plugin runs in vLLM 0.26 to 0.32.
 """

@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, NoTables, Room, all_rows
+from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, Room, all_rows
 from prime_composer.scoring.head import DTYPES_BY_NAME, head_dtype_of
 from prime_composer.scoring.kinds import KINDS
-from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
+from prime_composer.scoring.patches import HEAD_METHOD
 from prime_composer.scoring.requests import (
     BadRequest,
     OtherVersion,
@@ -31,14 +31,11 @@ from prime_composer.scoring.requests import (
     read,
     response_size,
     rows_request_of,
-    tables_of,
 )
-from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import (
     HEAD_PATH,
     NAME,
     SCORE_PATH,
-    TABLES_PATH,
     VERSION,
     Bytes,
     Facts,
@@ -49,8 +46,6 @@ from prime_composer.scoring.wire import (
     Rows,
     ScoreRequest,
     ScoreResponse,
-    TablesRequest,
-    TablesResponse,
     response_parts,
 )
 
@@ -84,12 +79,11 @@ class ScoringEndpoint:
 
         Starlette and vLLM's metrics both try a server's routes, about 60, one after the other.
         """
-        for path, route in ((SCORE_PATH, score), (HEAD_PATH, head), (TABLES_PATH, tables)):
+        for path, route in ((SCORE_PATH, score), (HEAD_PATH, head)):
             app.router.routes.insert(0, Route(path, route, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts."""
-        register()
         config = engine_client.vllm_config
         if getattr(config, "use_v2_model_runner", False):
             raise ValueError(
@@ -172,8 +166,6 @@ async def score(request: Request) -> Response:
             found = await unless_gone(request.receive, answered())
         except ValueError as error:  # vLLM's own check
             return refusal(400, str(error))
-        except NoTables as error:
-            return refusal(409, str(error))
         except NoRows as error:
             return refusal(501, str(error))
         if found is None:
@@ -206,32 +198,6 @@ async def head(request: Request) -> Response:
     fields += [Field("bias", parts[0]["dtype"], 0)] * any(part["bias"] for part in parts)
     data = b"".join([part["weight"] for part in parts] + [part["bias"] for part in parts])
     return packed(HeadResponse(NAME, VERSION, rows=Rows(last - first, fields, memoryview(data))))
-
-
-async def tables(request: Request) -> Response:
-    """Answer ``TABLES_PATH``.
-
-    Nothing is remembered here: each worker checks what it gets, and says what it has.
-    """
-    state = request.app.state
-    try:
-        tables_request = read(await body_of(request, state.prime_composer_facts), TablesRequest)
-        content = await asyncio.to_thread(tables_of, tables_request)
-    except OtherVersion:
-        return packed(TablesResponse(NAME, VERSION))
-    except BadRequest as error:
-        return refusal(error.status, str(error))
-    except ClientDisconnect:
-        return Response(status_code=499)
-    found = await state.engine_client.collective_rpc(
-        TABLES_METHOD, args=(tables_request.name, content)
-    )
-    for one in found:
-        if "error" in one:
-            return refusal(400, f"Tables of two tokenizers are refused: {one['error']}.")
-    if not all(one["has"] for one in found):
-        return refusal(409, "The tables of this pair of tokenizers are not here.")
-    return packed(TablesResponse(NAME, VERSION))
 
 
 def joined(parts: list[dict[str, Any]]) -> HeadFacts:
@@ -322,6 +288,4 @@ def refusal(status: int, message: str) -> Response:
         msgspec.json.encode({"error": {"message": message, "code": status}}),
         status_code=status,
         media_type="application/json",
-        # openai's client asks again after 409, unless it is told.
-        headers={"x-should-retry": "false"} if status == 409 else None,
     )

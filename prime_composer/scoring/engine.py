@@ -13,7 +13,6 @@ from copy import copy
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
-from prime_composer.scoring.pair_tables import UnknownTables
 from prime_composer.scoring.wire import NAME, Field, Rows, ScoreRequest
 from prime_composer.scoring.worker import RowsRequest
 
@@ -31,10 +30,6 @@ LEAST_TOKENS = 64  # What a sequence counts at least, because of what the API se
 
 class NoRows(RuntimeError):
     """The engine's processes gave no rows. Another try would not change it."""
-
-
-class NoTables(NoRows):
-    """The worker does not have the tables of a request: the client has to send them (409)."""
 
 
 class Room:
@@ -148,8 +143,6 @@ def fields_of(description: bytes) -> list[Field]:
     """Return the arrays of a response (``worker.Progress.payload``)."""
     fields = json.loads(description)
     if isinstance(fields, dict):
-        if fields["type"] == UnknownTables.__name__:
-            raise NoTables(f"The tables of this pair of tokenizers are not here: {fields['text']}")
         raise NoRows(
             f"vLLM's worker could not compute the rows: {fields['type']}: {fields['text']}"
         )

@@ -20,7 +20,6 @@ from prime_composer.contract import Scores
 from prime_composer.scoring.wire import (
     Facts,
     Field,
-    Parameters,
     ScoreRequest,
     SequenceRequest,
     decode_ids,
@@ -62,7 +61,6 @@ class KindRequest(msgspec.Struct, frozen=True):
 
     kind: str  # its name
     k: int = 0  # columns of what is asked for, such as ids per row
-    shared: dict[str, Any] = {}  # by all rows, in JSON's types
     numbers: bytes = b""  # int32 numbers of each row, [n, m]; empty without any
 
     def per_row(self, n: int) -> NDArray[np.int32] | None:
@@ -79,23 +77,17 @@ class KindRequest(msgspec.Struct, frozen=True):
 
     def group(self, n: int) -> tuple[Any, ...]:
         """Return what requests for n rows must agree in to be computed together."""
-        shared = msgspec.msgpack.encode(self.shared) if self.shared else b""
-        return self.kind, self.k, shared, len(self.numbers) // max(1, n)
+        return self.kind, self.k, len(self.numbers) // max(1, n)
 
 
 class Kind(ABC):
     """One kind of scores, on the server."""
 
     name: ClassVar[str]  # on the wire, and at the beginning of its arrays' names
-    reads_parameters: ClassVar[bool] = True  # from ``SequenceRequest.parameters``
 
     @abstractmethod
     def fields(self, k: int, facts: Facts) -> list[Field]:
         """Return name, dtype and columns of each array of ``arrays``, in any order."""
-
-    def scratch(self, request: KindRequest) -> int:
-        """Return how many numbers of 4 bytes a row's arrays take while they are made."""
-        return 4 * request.k
 
     @abstractmethod
     def arrays(
@@ -112,38 +104,14 @@ class Kind(ABC):
     ) -> KindRequest | None:
         """Return what a sequence asks of this kind, checked; None where it does not.
 
-        What passes must not harm vLLM's engine. The message of a ``ValueError`` is the response.
+        What passes must not harm vLLM's engine. A kind without parameters is named, and no more.
+        The message of a ``ValueError`` is the response.
         """
-        parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
-        own = parameters.get(self.name)
-        if (self.name in score_request.kinds) != (own is not None):
-            raise ValueError(f"the kind {self.name} and its parameters go together")
-        if own is None:
-            return None
-        numbers = decode_ids(own.rows, sequence.rows)
-        return KindRequest(self.name, own.k, own.shared, numbers.tobytes())
-
-    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """Put what is asked of n rows into a request with one sequence, as ``read`` reads it."""
-        (sequence,), numbers = score_request.sequences, request.per_row(n)
-        rows = "" if numbers is None else encode_ids(numbers)
-        parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
-        parameters[self.name] = Parameters(request.k, request.shared, rows)
-        sequence.parameters = parameters
-
-
-class WithoutParameters(Kind):
-    """A kind that a request names, and says nothing more of."""
-
-    reads_parameters = False
-
-    def read(
-        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
-    ) -> KindRequest | None:
         return KindRequest(self.name) if self.name in score_request.kinds else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """It has no parameters."""
+        """Put what is asked of n rows into a request with one sequence, as ``read`` reads it."""
+        score_request.kinds.append(self.name)
 
 
 class SupportKind(Kind):
@@ -158,7 +126,7 @@ class SupportKind(Kind):
         """Return the scores of this kind's arrays and ``sampled``. Whoever asked checks them."""
 
 
-class Sampled(WithoutParameters, SupportKind):
+class Sampled(SupportKind):
     """log q of the token that followed, float32 [n]."""
 
     name = "sampled"
@@ -183,7 +151,7 @@ class Sampled(WithoutParameters, SupportKind):
 class TopK(SupportKind):
     """The K most probable ids, int32 [n, K], and their log q, float32 [n, K], in order."""
 
-    name, reads_parameters, what = "top_k", False, "the most probable ids"
+    name, what = "top_k", "the most probable ids"
     ranked = in_json = True
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
@@ -208,6 +176,7 @@ class TopK(SupportKind):
         return KindRequest(self.name, k) if k else None
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        super().write(request, score_request, n)
         score_request.k = request.k
 
     def of(self, k: int) -> KindRequest:
@@ -226,7 +195,7 @@ class TopK(SupportKind):
 class Given(SupportKind):
     """log q of the ids that the caller chose, float32 [n, m]."""
 
-    name, reads_parameters, what = "given", False, "log-probs of given ids"
+    name, what = "given", "log-probs of given ids"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
         return [Field("given", "float32", k)]
@@ -253,6 +222,7 @@ class Given(SupportKind):
 
     def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
         """The ids are a field of the sequence."""
+        super().write(request, score_request, n)
         (sequence,), ids = score_request.sequences, request.per_row(n)
         assert ids is not None
         sequence.given = encode_ids(ids)
@@ -271,7 +241,7 @@ class Given(SupportKind):
         )
 
 
-class Hidden(WithoutParameters):
+class Hidden(Kind):
     """The last hidden states, [n, d] in the model's dtype. Needs no head, and gives no support."""
 
     name = "hidden"
@@ -292,7 +262,7 @@ class Hidden(WithoutParameters):
 SAMPLED, TOP_K, GIVEN, HIDDEN = Sampled(), TopK(), Given(), Hidden()
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HIDDEN)}
-"""What a server can answer, by name: these, and ``student_candidates`` once it is registered."""
+"""What a server can answer, by name."""
 
 
 def row_bytes(requests: Iterable[tuple[Kind, int]], facts: Facts) -> int:

@@ -20,14 +20,10 @@ from torch import Tensor
 
 from prime_composer.lm_head import head_logits
 from prime_composer.scoring.head import read_head
-from prime_composer.scoring.pair_tables import take_tables
-from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
 HEAD_METHOD = "prime_composer_head"  # Name of ``head.read_head`` among the methods of vLLM's worker
-
-TABLES_METHOD = "prime_composer_tables"  # The same of ``pair_tables.take_tables``
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 
@@ -181,9 +177,8 @@ def patch_logits(module: ModuleType) -> None:
 
 
 def patch_worker(module: ModuleType) -> None:
-    """Give vLLM's workers the methods that read the output head, and keep tables."""
+    """Give vLLM's workers the method that reads the output head."""
     setattr(module.WorkerBase, HEAD_METHOD, read_head)
-    setattr(module.WorkerBase, TABLES_METHOD, take_tables)
 
 
 LAYOUTS = (
@@ -218,7 +213,6 @@ LAYOUTS = (
 
 def install() -> None:
     """Patch the modules of vLLM that are loaded, others once they are. Twice is harmless."""
-    register()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:
             patch(sys.modules[name])

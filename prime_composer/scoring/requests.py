@@ -1,7 +1,5 @@
 """Read a request, and refuse what would end vLLM's engine or take the server from all others."""
 
-import base64
-import binascii
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +7,6 @@ import msgspec
 from starlette.requests import Request
 
 from prime_composer.scoring.kinds import KINDS, KindRequest, id_outside, row_bytes
-from prime_composer.scoring.pair_tables import VARIABLE, most_kept, name_of
 from prime_composer.scoring.wire import (
     VERSION,
     Facts,
@@ -17,7 +14,6 @@ from prime_composer.scoring.wire import (
     Limits,
     ScoreRequest,
     SequenceRequest,
-    TablesRequest,
 )
 from prime_composer.scoring.worker import RowsRequest
 
@@ -109,19 +105,6 @@ def read(body: bytes | bytearray, kind: type[Any]) -> Any:
     return decoded
 
 
-def tables_of(tables_request: TablesRequest) -> bytes:
-    """Return the bytes of tables; none where the request only asks."""
-    if not most_kept():
-        raise BadRequest(f"This server takes no tables of tokenizers ({VARIABLE}=0).")
-    try:
-        content = base64.b64decode(tables_request.content, validate=True)
-    except (binascii.Error, ValueError):
-        raise BadRequest("The tables are no base64.") from None
-    if content and name_of(content) != tables_request.name:
-        raise BadRequest("The tables are damaged: they do not have the SHA-256 of their name.")
-    return content
-
-
 def check_request(score_request: ScoreRequest, facts: Facts) -> None:
     limits = limits_of(facts.max_model_len)
     sequences, kinds = score_request.sequences, score_request.kinds
@@ -170,13 +153,7 @@ def requests_of(
 ) -> tuple[KindRequest, ...]:
     """Return what each kind of a request is asked for one sequence."""
     found = {name: kind.read(score_request, sequence, facts) for name, kind in KINDS.items()}
-    requests = [request for name in score_request.kinds if (request := found[name]) is not None]
-    if sequence.parameters is not msgspec.UNSET:
-        readers = {name for name, kind in KINDS.items() if kind.reads_parameters}
-        others = sorted(sequence.parameters.keys() - readers)
-        if others:
-            raise ValueError(f"parameters of {others}, where those of {sorted(readers)} are known")
-    return tuple(requests)
+    return tuple(request for name in score_request.kinds if (request := found[name]) is not None)
 
 
 def response_size(

@@ -21,8 +21,7 @@ NAME = "prime_composer"  # Of the plugin, in VLLM_PLUGINS and in each response
 
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
-HEAD_PATH = "/v1/prime_composer/head"
-TABLES_PATH = "/v1/prime_composer/tables"  # Below /v1, so that the server's API key guards them
+HEAD_PATH = "/v1/prime_composer/head"  # Below /v1, so that the server's API key guards both
 
 FLOAT32_HEAD = {"head_dtype": "float32"}  # float32 sums also in half precision
 
@@ -50,22 +49,12 @@ class WireError(ValueError):
         self.is_ours = is_ours
 
 
-class Parameters(msgspec.Struct, forbid_unknown_fields=True):
-    """Parameters of one kind for one sequence. The kind says what they mean, and checks them."""
-
-    k: Count = 0  # columns of what is asked for
-    shared: dict[str, Any] = {}  # what all rows share, by name
-    rows: str = ""  # int32 numbers of each row, [n, m], from ``encode_ids``
-
-
 class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A sequence of a request."""
 
     token_ids: list[int]  # prompt and completion
     start: int  # position of the first token of interest, at least 1
     given: str = ""  # ids of the caller's choice, from ``encode_ids``
-    # of kinds without a field of their own, by kind
-    parameters: dict[str, Parameters] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def rows(self) -> int:
@@ -179,21 +168,6 @@ class HeadResponse(msgspec.Struct):
     version: int  # the server's
     facts: HeadFacts | None = None  # None in a response with rows
     rows: Rows | None = None  # the weights and then, where the head has one, the bias of each row
-
-
-class TablesRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to ``TABLES_PATH``: keep tables, or say whether they are here (409: no)."""
-
-    version: int  # the client's
-    name: str  # SHA-256 of the tables' bytes
-    content: str = ""  # their bytes in base64; empty to ask
-
-
-class TablesResponse(msgspec.Struct):
-    """A response of ``TABLES_PATH``: all workers have the tables."""
-
-    plugin: str
-    version: int
 
 
 class _Greeting(msgspec.Struct):

@@ -203,7 +203,8 @@ def answer_group(
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
     numbers = [joined([piece.numbers(index) for piece in group]) for index in range(len(requests))]
     numbers = [None if each is None else each.to(device) for each in numbers]
-    entries = vocab_size + sum(KINDS[request.kind].scratch(request) for request in requests)
+    # Besides its logits a row takes values and ids of each column, in two widths.
+    entries = vocab_size + sum(4 * request.k for request in requests)
     size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
     error: dict[str, str] = {}
     for first in range(0, len(rows), size):

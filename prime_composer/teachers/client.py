@@ -6,8 +6,6 @@ the one-machine run and the trainer that of ``backends.server``, prime-rl's orch
 openai client.
 """
 
-import asyncio
-import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -27,16 +25,12 @@ from prime_composer.scoring.kinds import (
     SAMPLED,
     TOP_K,
     Kind,
-    KindRequest,
     SupportKind,
     row_bytes,
 )
-from prime_composer.scoring.pair_tables import VARIABLE as KEPT_VARIABLE
-from prime_composer.scoring.pair_tables import PairTables
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     SCORE_PATH,
-    TABLES_PATH,
     VERSION,
     WITHOUT_PLUGIN,
     Bytes,
@@ -44,7 +38,6 @@ from prime_composer.scoring.wire import (
     ScoreRequest,
     ScoreResponse,
     SequenceRequest,
-    TablesRequest,
     WireError,
     decode_response,
 )
@@ -57,24 +50,6 @@ GREETING_BYTES = 2**20
 
 LOST = (404, 405)
 """Statuses of a server that had the plugin's route and has it no more."""
-
-NOT_HERE = 409
-"""Status of a server that does not have the tables of a request."""
-
-
-@dataclass(frozen=True, eq=False)
-class Beside:
-    """What a server is asked beside a support.
-
-    Attributes:
-        kind: which gives none.
-        request: what it is asked of each row.
-        tables: that the server needs for it.
-    """
-
-    kind: Kind
-    request: KindRequest
-    tables: PairTables
 
 
 @runtime_checkable
@@ -132,20 +107,12 @@ class Known:
         first: what it said at first, which later responses have to agree with.
         was_asked: whether the server was asked.
         fingerprints: of all its scores; None among them for those that have none.
-        given: names of tables that it has had.
-        giving: held while tables are sent.
     """
 
     facts: Facts | None = None
     first: Facts | None = None
     was_asked: bool = False
     fingerprints: set[str | None] = field(default_factory=set)
-    given: set[str] = field(default_factory=set)
-    giving: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def knows(self, kind: Kind) -> bool:
-        """Return whether the server's plugin has a kind."""
-        return self.facts is not None and kind.name in self.facts.kinds
 
     @property
     def vocab_size(self) -> int | None:
@@ -159,12 +126,6 @@ class Known:
         A start is one of its engine, or a load of other weights. Replicas are starts as well.
         """
         return None if None in self.fingerprints else len(self.fingerprints)
-
-
-def knows(scorer: object, kind: Kind) -> bool:
-    """Return whether a scorer has a server, and that has a kind of scores."""
-    asked = getattr(scorer, "knows", None)
-    return asked is not None and bool(asked(kind))
 
 
 def kind_of(by_student: bool) -> SupportKind:
@@ -259,7 +220,6 @@ class TeacherClient:
         k: int,
         head: TeacherHead | None = None,
         binary: bool = True,
-        beside: Beside | None = None,
     ) -> Scores:
         """Return the scores of one sequence.
 
@@ -270,7 +230,6 @@ class TeacherClient:
             head: the teacher's output head, for hidden states too. They need the plugin, and are
                 in the teacher's dtype.
             binary: use the plugin where the server has it.
-            beside: what else to ask. It needs the plugin.
 
         Raises:
             InvalidAnswer: a response that no model can have given, or hidden states of another
@@ -286,52 +245,18 @@ class TeacherClient:
             else:
                 request = GIVEN.of(candidates)
             asked = Asked(kind, request, head)
-            if beside is not None:
-                asked = replace(asked, beside=((beside.kind, beside.request),))
             try:
-                try:
-                    if beside is not None and beside.tables.name not in self.known.given:
-                        await self._give(beside.tables)
-                    scores = await self._score_binary(sequence, asked, self.facts)
-                except Refused as refusal:
-                    if refusal.status != NOT_HERE or beside is None:
-                        raise
-                    await self._give(beside.tables)  # it was started again, or had no more room
-                    scores = await self._score_binary(sequence, asked, self.facts)
-                return scores.top(k)
+                return (await self._score_binary(sequence, asked, self.facts)).top(k)
             except Refused as refusal:
-                if refusal.status == NOT_HERE and beside is not None:
-                    raise self._transport.error(
-                        f"{self._transport.origin} loses the tables of a pair of tokenizers as "
-                        "soon as they are sent: several servers behind one URL, or more pairs at "
-                        f"once than it keeps; give each a URL, or raise {KEPT_VARIABLE} there. Its "
-                        f"answer: {refusal.reason}"
-                    ) from refusal
                 if refusal.status not in LOST:
                     raise self._transport.refused(refusal, SCORE_PATH, k) from refusal
-                if head is not None or beside is not None or not kind.in_json:
+                if head is not None or not kind.in_json:
                     raise self._transport.error(
                         f"{self._transport.origin} lost its scoring plugin: it was started again "
                         "without it. Start it as it was, with `prime-composer teacher`."
                     ) from refusal
                 self.go_without_plugin()
         return await self._score_json(sequence, k)
-
-    async def _give(self, tables: PairTables) -> None:
-        """Send tables to the server, if it does not have them."""
-        async with self.known.giving:  # many requests may miss them at once
-            try:
-                await self._send_tables(tables.name, b"")
-            except Refused as refusal:
-                if refusal.status != NOT_HERE:
-                    raise
-                await self._send_tables(tables.name, tables.content)
-            self.known.given.add(tables.name)
-
-    async def _send_tables(self, name: str, content: bytes) -> None:
-        text = base64.b64encode(content).decode("ascii")
-        body = msgspec.to_builtins(TablesRequest(VERSION, name, text))
-        await self._transport.receive(TABLES_PATH, body, GREETING_BYTES)
 
     async def _score_json(self, sequence: SequenceToScore, k: int) -> Scores:
         """Return the scores from the top ``asked_for(k)`` of a server without the plugin."""
@@ -373,7 +298,6 @@ class TeacherClient:
         one = SequenceRequest(sequence.token_ids, sequence.start)
         score_request = ScoreRequest(VERSION, [one], [], model=self._model)
         for each, its in asked.of_kinds:
-            score_request.kinds.append(each.name)
             each.write(its, score_request, n)
         size = self._checked_size(n, [(each, its.k) for each, its in asked.of_kinds], facts)
         content = await self._transport.receive(

@@ -6,12 +6,11 @@ teacher with the student's tokenizer. In front of any scorer: transformers, vLLM
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -27,22 +26,19 @@ from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.scoring.kinds import Kind
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.step.overflow import Rule
-from prime_composer.teachers.client import Beside, knows
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
     TokenServer,
     check_served_tokenizer,
 )
-from prime_composer.teachers.student_candidates import LISTED, Question, Questions, read_answer
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
     TeacherPrompts,
+    aligned_share,
     ends_of,
     lead_of,
     make_pair,
@@ -56,27 +52,15 @@ WHOLE_UP_TO = 4096
 READ = 256
 """Entries of a row that are read of a larger vocabulary, the most probable ones."""
 
+ALIGNED = 0.97
+"""Share of the student's tokens that have to begin where one of the teacher's does. Of the others
+these ids say too little (losses/another_tokenizer.md)."""
+
+JUDGED_TOKENS = 4096
+"""Tokens of a student's first turns on which that share is counted inside prime-rl."""
+
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
-
-
-@runtime_checkable
-class AskingScorer(Protocol):
-    """A scorer whose server may be asked for more than supports."""
-
-    def knows(self, kind: Kind) -> bool:
-        """Return whether the server has a kind of scores."""
-        ...
-
-    def score(
-        self,
-        rollouts: Sequence[Rollout],
-        support_size: int,
-        *,
-        beside: Sequence[Beside],
-    ) -> list[Scores]:
-        """Score as ``protocols.Scorer`` says, and ask for more about each rollout."""
-        ...
 
 
 def with_own_tokenizer(
@@ -88,11 +72,13 @@ def with_own_tokenizer(
     loss: LossConfig,
     vocab_size: int,
     table: str,
+    scored: Sequence[Problem],
     student_end: int | None = None,
 ) -> "OwnTokenizerScorer":
     """Let a teacher with a tokenizer of its own, that of ``model``, score the student's tokens.
 
-    ``student_end`` is the student's id that ends an answer; None takes its tokenizer's.
+    ``scored`` are the problems whose rollouts it scores. ``student_end`` is the student's id that
+    ends an answer; None takes its tokenizer's.
     """
     tokenizer = own_tokenizer_of(model, table)
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
@@ -100,9 +86,12 @@ def with_own_tokenizer(
     leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
     ends = ends_of(model) or ()
     pair = make_pair(tokenizer, student, ends, prompts.texts(), table, sizes, leads, student_end)
+    aligned = aligned_share(pair, prompts.written(scored))
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
-    return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed, table=table)
+    return OwnTokenizerScorer(
+        scorer, pair, prompts, vocab_size, fixed=fixed, table=table, aligned=aligned
+    )
 
 
 class OwnTokenizerScorer:
@@ -110,7 +99,8 @@ class OwnTokenizerScorer:
 
     A support has the sampled token, then the most probable ids whose probability one pass of the
     teacher resolves; other columns are not known. A token of which the teacher has no probability
-    is not ``scored``. Where ``fixed``, supports must not depend on the sampled token.
+    is not ``scored``. Where ``fixed``, supports must not depend on the sampled token. ``aligned``
+    is ``aligned_share`` of the run's own texts.
     """
 
     gives_any_ids = False
@@ -124,7 +114,9 @@ class OwnTokenizerScorer:
         *,
         fixed: bool = False,
         table: str = "teacher",
+        aligned: float = 1.0,
     ):
+        self._aligned = aligned
         self.scorer, self.pair, self.prompts = scorer, pair, prompts
         self._vocab_size, self._table = vocab_size, table
         self._by_rows = ByRows(pair, fixed=fixed)
@@ -164,26 +156,18 @@ class OwnTokenizerScorer:
         plans = [self._plan(rollout) for rollout in rollouts]
         readings = self.readings(rollouts, plans)
         self._check_fits(readings)
-        questions = [
-            self._by_rows.question(plan, support_size, self._size, can_sum=self._can_sum)
-            for plan in plans
-        ]
-        beside = [question.beside for question in questions if question is not None]
-        if beside:
-            assert isinstance(self.scorer, AskingScorer)
-            read = self.scorer.score(readings, self._read, beside=beside)
-        else:
-            read = self.scorer.score(readings, self._read)
-        found = []
-        for rollout, plan, given, question in zip(rollouts, plans, read, questions, strict=True):
-            scores, totals = self._by_rows.scores(plan, given, support_size, self._size, question)
+        found, read = [], self._rows(readings)
+        for rollout, plan, given in zip(rollouts, plans, read, strict=True):
+            scores, totals = self._by_rows.scores(plan, given, support_size, self.size)
             self._totals.update(totals)
             found.append(replace(scores, start=rollout.start))
         return found
 
-    @property
-    def _can_sum(self) -> bool:
-        return knows(self.scorer, STUDENT_CANDIDATES)
+    def _rows(self, readings: Sequence[Rollout]) -> Iterable[Scores]:
+        if self.ids_read <= WHOLE_UP_TO:
+            return self.scorer.score(readings, self.ids_read)
+        # Whole rows of a large vocabulary fill the memory: those of one rollout at a time.
+        return (self.scorer.score([one], self.ids_read)[0] for one in readings)
 
     def readings(
         self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
@@ -201,7 +185,7 @@ class OwnTokenizerScorer:
         (reading,) = self.readings([rollout])
         # Not from a tape: it says whether the teacher is the same one.
         asked = live_of(self.scorer) or self.scorer
-        (scores,) = asked.score([reading], min(COMPARED_IDS, self._read))
+        (scores,) = asked.score([reading], min(COMPARED_IDS, self.ids_read))
         return KnownRequest(reading, scores, sign=self.starts)
 
     def room(self, rollout: Rollout) -> int | None:
@@ -240,6 +224,12 @@ class OwnTokenizerScorer:
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
                 "`prime-composer teacher`."
             )
+        if self._is_served and (loss := what_is_lost(self._aligned, self.size)):
+            raise PreflightError(
+                f"{loss} Run the teacher in this process, which reads whole rows (in "
+                f'[{self._table}], backend = "transformers" or "vllm" and no url), or choose a '
+                "teacher whose tokenizer splits texts as the student's does."
+            )
         prompts = self.prompts
         assert isinstance(prompts, TeacherPrompts)
         warnings = self._check_window(prompts, problems, max_tokens, rule) if problems else []
@@ -265,14 +255,19 @@ class OwnTokenizerScorer:
         self.scorer.close()
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
         """Entries of the teacher's head."""
         return self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
 
     @property
-    def _read(self) -> int:
+    def _is_served(self) -> bool:
+        return isinstance(live_of(self.scorer), TokenServer)
+
+    @property
+    def ids_read(self) -> int:
         """Ids that are read of each row."""
-        return self._by_rows.ids_read(self._size, can_sum=self._can_sum)
+        lost = what_is_lost(self._aligned, self.size)
+        return self.size if lost and not self._is_served else served_ids(self.size)
 
     def _plan(self, rollout: Rollout) -> Plan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
@@ -295,7 +290,7 @@ class OwnTokenizerScorer:
         prompt, ratio = prompts.longest(problems), prompts.tokens_per_student_token(problems)
         answer = ceil(max_tokens * ratio)
         if isinstance(live := live_of(self.scorer), LimitedServer):
-            live.check_room(answer, self._read, False, False)
+            live.check_room(answer, self.ids_read, False, False)
         limit = self.scorer.limits.max_model_len
         if limit is None or rule != "error":
             return []
@@ -332,8 +327,42 @@ class OwnTokenizerScorer:
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
 
+def served_ids(size: int) -> int:
+    """Return how many ids are read of each row of a served head with ``size`` entries."""
+    return size if size <= WHOLE_UP_TO else READ
+
+
+def what_is_lost(aligned: float, size: int) -> str:
+    """Say that these ids are too few; empty where they are enough.
+
+    ``aligned`` is the share of the student's tokens that begin where one of the teacher's does.
+    """
+    if size <= WHOLE_UP_TO or aligned >= ALIGNED:
+        return ""
+    return (
+        f"Of the student's tokens, {aligned:.2%} begin where one of the teacher's does, and "
+        f"{ALIGNED:.0%} have to: a served teacher with more than {WHOLE_UP_TO:,} entries is asked "
+        f"for {READ} ids of each row, which say too little of the others."
+    )
+
+
+class FirstTokens:
+    """The tokens that a student wrote first, by which a pair is judged where no data is known."""
+
+    def __init__(self) -> None:
+        self._aligned: list[bool] = []
+
+    def judge(self, plan: Plan, size: int) -> str:
+        """Return ``what_is_lost``, once enough tokens were seen; before and after it nothing."""
+        if len(self._aligned) >= JUDGED_TOKENS:
+            return ""
+        self._aligned += [one.aligned for one in plan.positions if one is not None]
+        count = len(self._aligned)
+        return what_is_lost(sum(self._aligned) / count, size) if count >= JUDGED_TOKENS else ""
+
+
 class ByRows:
-    """Scores of a student's tokens from a teacher's rows, which are summed here or by its server.
+    """Scores of a student's tokens from a teacher's rows.
 
     Where ``fixed``, supports must not depend on the sampled token.
     """
@@ -341,43 +370,11 @@ class ByRows:
     def __init__(self, pair: Pair, *, fixed: bool = False):
         self.pair, self._fixed, self._sums = pair, fixed, Sums(pair)
 
-    @cached_property
-    def _questions(self) -> Questions:
-        return Questions(self.pair)
-
-    def _is_summed(self, size: int, *, can_sum: bool) -> bool:
-        """Return whether the server sums rows: only those of which some ids would not be read.
-
-        Arguments are those of ``ids_read``.
-        """
-        return can_sum and READ < size and len(self.pair.teacher.of_id) <= size
-
-    def ids_read(self, size: int, *, can_sum: bool) -> int:
-        """Return how many ids are read of each row of a head with ``size`` entries.
-
-        ``can_sum`` says that its server has the kind ``student_candidates``.
-        """
-        if self._is_summed(size, can_sum=can_sum):
-            return LISTED  # of what follows its own tokens
-        return size if size <= WHOLE_UP_TO else READ
-
-    def question(self, plan: Plan, k: int, size: int, *, can_sum: bool) -> Question | None:
-        """Return what the server is asked to sum for supports of K ids; None: it sums nothing.
-
-        Other arguments are those of ``ids_read``.
-        """
-        return self._questions.of(plan, k) if self._is_summed(size, can_sum=can_sum) else None
-
-    def scores(
-        self, plan: Plan, read: Scores, k: int, size: int, question: Question | None = None
-    ) -> tuple[Scores, Totals]:
+    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return the scores of the student's tokens, and sums over them.
 
-        ``question`` is what the teacher's server was asked; None sums here.
+        ``read`` are the teacher's scores of its own tokens, by a head with ``size`` entries.
         """
-        if question is not None:
-            candidates, listed = read_answer(self.pair, question, read)
-            return token_scores(self.pair, plan, candidates, listed, k, fixed=self._fixed)
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
         if read.token_ids.shape[1] >= size:

@@ -36,20 +36,17 @@ class Asked:
     kind: SupportKind  # of the support
     request: KindRequest  # what it was asked
     head: TeacherHead | None  # the teacher's output head, where there are hidden states too
-    # a kind that gives no support, and what it was asked
-    beside: tuple[tuple[Kind, KindRequest], ...] = ()
 
     @property
     def of_kinds(self) -> list[tuple[Kind, KindRequest]]:
         """The kinds in order, and what each is asked."""
         hidden = [] if self.head is None else [(HIDDEN, KindRequest(HIDDEN.name))]
         own = (SAMPLED, KindRequest(SAMPLED.name)), (self.kind, self.request)
-        return [*own, *hidden, *self.beside]
+        return [*own, *hidden]
 
     def of_rows(self, n: int, rows: range) -> "Asked":
         """Return what is asked of some of n rows."""
-        beside = tuple((kind, request.of_rows(n, rows)) for kind, request in self.beside)
-        return replace(self, request=self.request.of_rows(n, rows), beside=beside)
+        return replace(self, request=self.request.of_rows(n, rows))
 
 
 def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
@@ -91,11 +88,6 @@ def read_binary(
         origin=origin,
         ranked=asked.kind.ranked,
     )
-    if asked.beside:
-        names = [
-            field.name for kind, request in asked.beside for field in kind.fields(request.k, facts)
-        ]
-        scores = replace(scores, beside={name: arrays[name] for name in names})
     if asked.head is None:
         return scores
     states = HIDDEN.states(arrays, DTYPES_BY_NAME[facts.dtype])
@@ -130,12 +122,6 @@ def joined(parts: Sequence[Scores]) -> Scores:
         )
         for index, share in enumerate(first.hidden)
     )
-    beside = None
-    if first.beside is not None:
-        beside = {
-            name: np.concatenate([(part.beside or {})[name] for part in parts])
-            for name in first.beside
-        }
     return Scores(
         own,
         torch.cat([part.token_ids for part in parts]),
@@ -143,7 +129,6 @@ def joined(parts: Sequence[Scores]) -> Scores:
         shares,
         known,
         first.start,
-        beside=beside,
     )
 
 

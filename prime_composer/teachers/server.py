@@ -20,8 +20,7 @@ from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.samplers.server import ServerSampler
-from prime_composer.scoring.kinds import Kind
-from prime_composer.teachers.client import Beside, TeacherClient, kind_of
+from prime_composer.teachers.client import TeacherClient, kind_of
 from prime_composer.teachers.served_head import ServedHead
 
 T = TypeVar("T")
@@ -108,12 +107,10 @@ class ServerScorer(Server):
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
         binary: bool = True,
-        beside: Sequence[Beside] | None = None,
     ) -> list[Scores]:
         """Score as ``protocols.Scorer`` says. Candidates and hidden states need the scoring plugin.
 
-        ``binary = False`` asks in JSON although the server has the plugin. ``beside`` is what else
-        to ask about each rollout.
+        ``binary = False`` asks in JSON although the server has the plugin.
         """
         vocab_size, limit = self.limits.vocab_size, self.limits.max_logprobs
         if vocab_size is not None:
@@ -137,15 +134,10 @@ class ServerScorer(Server):
         client.check_can(kind_of(candidate_ids is not None), hidden, binary=binary)
         head = self._teacher_head() if hidden else None
         chosen: Sequence[Tensor | None] = candidate_ids or [None] * len(sequences)
-        more: Sequence[Beside | None] = beside or [None] * len(sequences)
         return self._connection.map(
-            lambda one: client.score(*one[:2], k=k, head=head, binary=binary, beside=one[2]),
-            list(zip(sequences, chosen, more, strict=True)),
+            lambda one: client.score(*one, k=k, head=head, binary=binary),
+            list(zip(sequences, chosen, strict=True)),
         )
-
-    def knows(self, kind: Kind) -> bool:
-        """Return whether the server's plugin has a kind."""
-        return self.client.known.knows(kind)
 
     def _teacher_head(self) -> TeacherHead:
         """Return the teacher's output head, from the server or from a checkpoint's files."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
 from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
@@ -24,7 +25,7 @@ COUNTED_PROBLEMS = 2000
 """Problems on whose texts two tokenizers are compared."""
 
 COUNTED_ANSWERS = 200
-"""Texts on which the teacher's tokens per student token are counted."""
+"""Texts on which the teacher's tokens per student token, and where both begin, are counted."""
 
 LONGER = 1.2
 """Margin on that number."""
@@ -82,20 +83,21 @@ class TeacherPrompts:
         """Return the data's answer as it follows the prompt."""
         return answer_text(problem.answer, self.problem_set.config_of(problem))
 
+    def written(self, problems: Sequence[Problem]) -> list[str]:
+        """Return the data's answers of the first problems; their prompts where it has none."""
+        counted = problems[:COUNTED_ANSWERS]
+        texts = [self.answer(problem) for problem in counted if problem.answer.strip()]
+        return texts or [
+            prompt_text(problem, self.problem_set.config_of(problem)) for problem in counted
+        ]
+
     def longest(self, problems: Sequence[Problem]) -> int:
         """Return how many of the teacher's tokens the longest prompt has."""
         return max(len(self._prompt(problem)) for problem in problems)
 
     def tokens_per_student_token(self, problems: Sequence[Problem]) -> float:
-        """Return how many of the teacher's tokens one of the student's may take, with a margin.
-
-        Counted on the data's answers; on the prompts where the data has none.
-        """
-        counted = problems[:COUNTED_ANSWERS]
-        texts = [self.answer(problem) for problem in counted if problem.answer.strip()]
-        texts = texts or [
-            prompt_text(problem, self.problem_set.config_of(problem)) for problem in counted
-        ]
+        """Return how many of the teacher's tokens one of the student's may take, with a margin."""
+        texts = self.written(problems)
         own, other = (
             sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
             for tokenizer in (self.teacher, self.student)
@@ -156,6 +158,14 @@ def make_pair(
             "cheaper without it."
         )
     return Pair(codes[0], codes[1], ends[0], student_end, texts, leads)
+
+
+def aligned_share(pair: Pair, texts: Iterable[str]) -> float:
+    """Return the share of the student's tokens that begin where one of the teacher's does."""
+    lead = pair.student_lead.decode()
+    plans = [plan_of(pair, pair.student.encode(lead + text)) for text in texts]
+    found = [one.aligned for plan in plans for one in plan.positions if one is not None]
+    return sum(found) / len(found) if found else 1.0
 
 
 def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:

@@ -8,12 +8,6 @@ runs on the other core. Each row is the best of its rounds. The model is a rando
 Targets: K = 32 at least 4x JSON's rate, K = 64 at least 7x; K = 64 at most 1.15x the time of K = 1;
 the API server at most 5 us per token; hidden states at least 0.8x the rate of K = 1.
 
-``--kinds`` asks about the texts of a student with another tokenizer, in turns: the kind
-``student_candidates``, the top 32 and the top 256 of each row. The teacher's tokenizer has
-``--vocab`` entries, the student's ``--student-vocab``; both are trained on generated texts. It
-prints whole requests, the bytes of request and response, and the client's own time. Goal: at most
-1.3 times the time of the top 32.
-
 ``--groups`` compares groups of 8 rollouts after one prompt, by a server with vLLM's prefix cache
 and one without: time, and the largest difference between their scores.
 
@@ -26,9 +20,7 @@ Wide hidden states: ``--hidden 1024 --layers 1 --dtype bfloat16 --ks 1``.
 import argparse
 import contextlib
 import itertools
-import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -45,13 +37,7 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     import_transformers,
     without_progress_bars,
 )
-from prime_composer.cross_tokenizer.pair import Pair  # noqa: E402
-from prime_composer.cross_tokenizer.plan import Plan, plan_of  # noqa: E402
-from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
-from prime_composer.teachers.own_tokenizer import ByRows  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
-from prime_composer.teachers.student_candidates import LISTED, Questions  # noqa: E402
-from tests.cross_tokenizer.toys import END, trained  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
 
 Work = Callable[[list[Any]], object]
@@ -98,14 +84,9 @@ def main() -> None:
     parser.add_argument("--ks", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--heads", action="store_true")
-    parser.add_argument("--kinds", action="store_true")
-    parser.add_argument("--student-vocab", type=int, default=600)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "model"
-        if options.kinds:
-            options.pair, options.texts = made_pair(options.vocab, options.student_vocab)
-            options.vocab = len(options.pair.teacher.of_id)
         make_model(directory, options.vocab, options.hidden, options.layers, options.dtype)
         words: list[Any] = ["--dtype", options.dtype, "--max-model-len", 2048]
         words += ["--kv-cache-memory-bytes", 2**29]
@@ -113,10 +94,6 @@ def main() -> None:
             server = TeacherProcess(directory, Path(name) / "server.log", *words)
             stack.enter_context(server)
             cores = sorted(os.sched_getaffinity(0))
-            if options.kinds:
-                os.sched_setaffinity(0, cores[-1:])
-                compare_kinds(server, options)
-                return
             if not options.groups and not options.heads:
                 os.sched_setaffinity(0, cores[-1:])
                 compare(server, options)
@@ -198,91 +175,6 @@ def compare_heads(server: VllmProcess, rounded: VllmProcess, options: argparse.N
         ratio = statistics.median(first / second for first, second in times[1:])
         best = "".join(f"{min(each):>12.1f}" for each in zip(*times[1:], strict=True))
         print(f"K = {k:<6}{best}{ratio:>8.2f}")
-
-
-def made_pair(teacher_size: int, student_size: int) -> tuple[Pair, list[str]]:
-    """Return two byte-level tokenizers of generated texts, and other such texts."""
-    rng = random.Random(0)
-    letters = "etaoinshrdlucmfwypvbgk"
-    vocabulary = [
-        "".join(rng.choices(letters, [1 / (i + 2) for i in range(len(letters))], k=length))
-        for length in rng.choices(range(2, 10), k=6000)
-    ]
-    weights = [1 / (i + 10) for i in range(len(vocabulary))]
-
-    def text() -> str:
-        return " ".join(rng.choices(vocabulary, weights, k=400)) + f" {rng.randrange(10**6)}."
-
-    seen = [text() for _ in range(400)]
-    sizes = (("the teacher", teacher_size), ("the student", student_size))
-    teacher, student = (TokenBytes(trained(seen, size, [END]), who) for who, size in sizes)
-    return Pair(teacher, student, [0], 0, seen[:40]), [text() for _ in range(64)]
-
-
-def compare_kinds(server: VllmProcess, options: argparse.Namespace) -> None:
-    """Print a row per way to ask about the texts of a student with another tokenizer."""
-    scorer, pair = ServerScorer(server.url), options.pair
-    questions, by_rows = Questions(pair), ByRows(pair)
-    rng, sent = random.Random(0), [0, 0]
-    receive = scorer.receive
-
-    async def counted(path: str, body: Any, max_bytes: int, *, tail: int = 0) -> memoryview:
-        content = await receive(path, body, max_bytes, tail=tail)
-        sent[0] += len(json.dumps(body))
-        sent[1] += len(content)
-        return content
-
-    scorer.receive = counted  # type: ignore[method-assign]
-
-    def asked() -> list[tuple[Plan, Any]]:
-        """Return plans of new texts, and what the teacher reads."""
-        found = []
-        for _ in range(options.sequences):
-            ids = pair.student.encode(rng.choice(options.texts)[rng.randrange(200) :])
-            plan = plan_of(pair, ids[: int(options.tokens * 0.8)])
-            teacher = [*plan.teacher_ids, 0]
-            prompt = [rng.randrange(2, options.vocab) for _ in range(9)]  # a new one each time
-            own = [-1.0] * len(teacher)
-            found.append((plan, make_rollout(prompt, teacher, own, "length", 0)))
-        return found
-
-    ways = {"top_k, K = 32": 32, "top_k, K = 256": 256, "student_candidates, K = 32": 0}
-    times: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for turn in range(options.rounds + 1):
-        for name, k in ways.items():
-            work = asked()
-            rows = sum(len(plan.teacher_ids) + 1 for plan, _ in work)
-            rollouts, sent[:] = [rollout for _, rollout in work], [0, 0]
-            begin = time.perf_counter()
-            asks = [None if k else questions.of(plan, 32) for plan, _ in work]
-            prepared, used = time.perf_counter(), cpu_seconds(server.process.pid)
-            if k:
-                read = scorer.score(rollouts, k)
-            else:
-                besides = [ask.beside for ask in asks if ask is not None]
-                read = scorer.score(rollouts, LISTED, beside=besides)
-            got, used = time.perf_counter(), cpu_seconds(server.process.pid) - used
-            for (plan, _), one, ask in zip(work, read, asks, strict=True):
-                if k != 32:
-                    by_rows.scores(plan, one, 32, options.vocab, ask)
-            ready = time.perf_counter()
-            if turn:  # the first one sends the tables
-                seconds = [prepared - begin, got - prepared, ready - got, used]
-                per_row = [1e6 * each / rows for each in seconds]
-                times[name].append([*per_row, *(size / rows for size in sent)])
-    students = len(pair.student.of_id)
-    print(
-        f"teacher {options.vocab}, student {students}, d = {options.hidden}, "
-        f"{options.layers} layers, {options.dtype}; tables {len(questions.tables.content):,} bytes"
-    )
-    print(f"{'per teacher token':<28}{'ask us':>8}{'request us':>12}{'x top 32':>10}{'API us':>8}"
-          f"{'finish us':>11}{'sent B':>8}{'read B':>8}")  # fmt: skip
-    least = [each[1] for each in times["top_k, K = 32"]]
-    for name, found in times.items():
-        ask, request, finish, used, up, down = map(min, zip(*found, strict=True))
-        ratio = statistics.median(each[1] / other for each, other in zip(found, least, strict=True))
-        print(f"{name:<28}{ask:>8.1f}{request:>12.1f}{ratio:>10.2f}{used:>8.2f}"
-              f"{finish:>11.1f}{up:>8.0f}{down:>8.0f}")  # fmt: skip
 
 
 def compare_groups(server: VllmProcess, without: VllmProcess, options: argparse.Namespace) -> None:

@@ -395,3 +395,78 @@ def test_environment_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     set_environment()
     assert os.environ["OMP_NUM_THREADS"] == "7"
+
+
+ISLANDS = ("--set", "diloco={replicas = 2, every = 1}")
+LIGHTHOUSE = ("--lighthouse", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (ISLANDS, "--islands 2 starts all of them on this machine, and --island I --lighthouse"),
+        ((*ISLANDS, "--island", "0"), "--island and --lighthouse go together"),
+        ((*ISLANDS, *LIGHTHOUSE), "--island and --lighthouse go together"),
+        ((*ISLANDS, "--islands", "2", "--island", "0"), "--islands runs all of them here"),
+        ((*ISLANDS, "--islands", "3"), "give --islands 2"),
+        ((*ISLANDS, "--island", "2", *LIGHTHOUSE), "--island with one of 0 to 1"),
+        ((*ISLANDS, "--island", "0", "--lighthouse", "10.0.0.1"), "http://HOST:PORT"),
+        ((*ISLANDS, "--engine", "prime-rl", "--islands", "2"), "islands belong to --engine local"),
+        (("--islands", "2"), "add a table [diloco] with replicas = 2"),
+    ],
+)
+def test_options_of_islands_that_do_not_fit_are_refused(
+    words: tuple[str, ...], message: str, tiny_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *words]) == 2
+    assert message in "".join(capsys.readouterr())
+
+
+def test_dry_run_names_the_folder_of_an_island(
+    tiny_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--islands", "2", "--output-dir", "here", "--dry-run"]
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 0
+    text = capsys.readouterr().out
+    assert "2 islands" in text and "run directory: here/island_0" in text
+
+
+def test_islands_without_torchft_say_what_to_install(
+    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    words = ["--islands", "2"]
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 2
+    text = capsys.readouterr().err
+    assert "Linux on x86_64 and Python 3.11 to 3.13" in text and "diloco]" in text
+
+
+def test_islands_of_which_one_fails_are_all_stopped(
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The failed one is named with its exit status, and the line that continues all of them."""
+    pytest.importorskip("torchft")
+    island = tmp_path / "island.sh"
+    island.write_text('#!/bin/sh\ncase "$*" in *"--island 1"*) exit 3;; *) exec sleep 60;; esac\n')
+    island.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(island))
+    words = ["--islands", "2", "--output-dir", str(tmp_path / "out")]
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 3
+    text = capsys.readouterr().out
+    assert "island 1 ended with exit status 3" in text and "island 0 ended by signal 15" in text
+    _, _, command = text.partition("continue all of them with\n")
+    assert f"--output-dir {tmp_path / 'out'} --islands 2 --resume" in command
+
+
+def test_island_without_a_lighthouse_says_how_to_start_one(
+    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchft")
+    monkeypatch.setattr("prime_composer.local.islands.join.FIRST_SECONDS", 0.5)
+    words = ["--island", "0", "--lighthouse", "http://user:word@127.0.0.1:1"]
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 2
+    text = capsys.readouterr().err
+    assert "http://***@127.0.0.1:1: no lighthouse" in text and "lighthouse --config" in text

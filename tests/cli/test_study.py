@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from prime_composer.cli import report, study_report
@@ -18,7 +19,9 @@ from prime_composer.cli.formatting import percent
 from prime_composer.cli.study_file import SAME, load_study
 from prime_composer.cli.study_report import QUANTITIES, as_table, over_seeds, thirds
 from prime_composer.recipe.schema import RecipeError
-from tests.command import toml
+from tests.command import prime_rl, toml
+from tests.islands.rig import tables
+from tests.local.helpers import tiny_models, weights
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "recipes" / "studies").glob("*.toml"))
@@ -560,3 +563,31 @@ def test_table_has_the_start_of_each_teacher() -> None:
         "Before training, a-1 and those like it: accuracy 25.0% (the teacher 50.0%).",
         "Before training, b-1 and those like it: accuracy 25.0% (the teacher 75.0%).",
     ]
+
+
+@pytest.mark.slow
+def test_study_compares_islands(tmp_path: Path) -> None:
+    """Two islands have the rollouts of one process. A second start keeps both."""
+    pytest.importorskip("torchft")
+    raw = tables(trainer__steps=4, trainer__batch_size=4)
+    tiny_models(raw)
+    (tmp_path / "base.toml").write_text(toml({k: v for k, v in raw.items() if k != "diloco"}))
+    study = {
+        "base": "base.toml", "seeds": [0], "same_budget": False,
+        "variants": {"one": ["trainer.batch_size=8"],
+                     "two": ["diloco={replicas = 2, every = 2, wait = 60.0}"]},
+    }  # fmt: skip
+    (tmp_path / "s.toml").write_text(toml(study))
+    dry = prime_rl("study", "s.toml", "--dry-run", cwd=tmp_path)
+    assert "at most 64 rollouts" in dry.stdout, dry.stdout + dry.stderr
+    done = prime_rl("study", "s.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "outputs" / "s" / "results.json").read_text())["variants"]
+    for variant in ("one", "two"):
+        series = results[variant]["seeds"]["0"]["reverse_kl"]
+        assert [step for step, _ in series] == [0, 4]
+    assert prime_rl("study", "s.toml", cwd=tmp_path).stdout.count("(kept)") == 2
+    log = (tmp_path / "outputs" / "s" / "two-seed0.log").read_text()
+    assert "island 0 | step 4/4" in log and "island 1 | student: " in log
+    ours, theirs = (weights(tmp_path / "outputs/s/two-seed0" / f"island_{i}") for i in (0, 1))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

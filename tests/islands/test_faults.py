@@ -2,141 +2,137 @@
 
 import shutil
 import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.command import numbers
+from tests.fork_server import ForkServer
 from tests.islands.rig import (
     KILLED,
-    OpenRig,
-    assert_equal_weights,
+    Rig,
     digests,
     ended,
-    kill_and_take_over,
+    tables,
     text_so_far,
     until,
 )
 from tests.local.helpers import weights
 
-torchft = pytest.importorskip("torchft")
+pytest.importorskip("torchft")
+OpenRig = Callable[..., Rig]
 
 
-def test_island_that_is_killed_between_outer_steps_comes_back(rig: OpenRig) -> None:
-    """The other one goes on alone. Then the killed one takes its state, and both end as one.
+@pytest.fixture
+def rig(engine_forks: ForkServer, tmp_path: Path) -> Iterator[OpenRig]:
+    """Return what opens a rig for ``section__key=value`` changes."""
+    rigs: list[Rig] = []
 
-    No proxy is asked for the state.
+    def open_rig(**changes: Any) -> Rig:
+        folder = tmp_path / str(len(rigs))
+        folder.mkdir()
+        rigs.append(Rig(engine_forks, folder, tables(**changes)))
+        return rigs[-1]
+
+    yield open_rig
+    for one in rigs:
+        one.close()
+
+
+def test_islands_resumed_after_kills_are_bit_equal(rig: OpenRig) -> None:
+    """Both are killed at different places, and begin again with the newest step that both have."""
+    whole, cut = rig(checkpoint__keep=9), rig(checkpoint__keep=9)
+    whole.light()
+    texts = [ended(island) for island in whole.islands(2)]
+    assert digests(texts[0]) == digests(texts[1]) and [*digests(texts[0])] == [2, 4, 6, 8]
+    cut.light()
+    for island in (cut.island(0, kill_after=7), cut.island(1, kill_after=6)):
+        ended(island, KILLED)
+    shutil.rmtree(cut.run_dir(1) / "checkpoints" / "step_000006")
+    again = [cut.island(index, "--resume") for index in (0, 1)]
+    assert all("resuming after step 4" in ended(island) for island in again)
+    for index in (0, 1):
+        assert numbers(whole.run_dir(index)) == numbers(cut.run_dir(index))
+        mine, theirs = weights(whole.run_dir(index)), weights(cut.run_dir(index))
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.slow
+def test_island_killed_between_outer_steps_comes_back(rig: OpenRig) -> None:
+    """The majority goes on. No proxy is asked for the state; island 0 measures what it takes over.
+
+    Its run is that of the last step, which nobody else measures.
     """
-    one = rig(diloco__min_replicas=1, trainer__steps=12)
-    kill_and_take_over(one, proxy="http://127.0.0.1:9")
-
-
-@pytest.mark.slow
-def test_first_island_that_comes_back_measures_what_it_takes_over(rig: OpenRig) -> None:
-    """At the run's last step, which nobody else measures; its report is of that step."""
-    one = rig(diloco__min_replicas=1)
+    one, proxy = rig(diloco__replicas=3, trainer__steps=12), "http://127.0.0.1:9"
     one.light()
     go = one.folder / "go"
-    stays = one.island(1, gate={"step": 8, "file": str(go)})
-    ended(one.island(0, kill_after=5), KILLED)
-    until(lambda: len(one.records(1)) > 6, stays)  # steps 1 to 7
-    back = one.island(0, "--resume")
-    until(lambda: "next outer step" in text_so_far(back), back, stays)
+    stay = [one.island(index, gate={"step": 8, "file": str(go)}) for index in (1, 2)]
+    ended(one.island(0, kill_after=3, proxy=proxy), KILLED)
+    until(lambda: len(one.records(1)) > 6, *stay)  # steps 1 to 7
+    back = one.island(0, "--resume", proxy=proxy)
+    until(lambda: "update 4" in text_so_far(back), back, *stay)
     go.touch()
-    text = ended(back)
-    ended(stays)
-    assert_equal_weights(one, 0, 1)
+    ours, theirs = digests(ended(stay[0])), ended(back)
+    assert "took over step" in theirs and digests(theirs)[12] == ours[12]
+    one.assert_equal_weights(0, 1, 2)
+    assert [one.together(1)[step] for step in (2, 6, 12)] == [3, 2, 3]
     first, *_, last = one.records(0)
-    assert last["step"] == 8 and {"eval/accuracy", "eval/reverse_kl"} <= last.keys()
-    assert last["eval/reverse_kl"] != first["eval/reverse_kl"]
-    assert f"{last['eval/reverse_kl']:.3f}" in text and "8 steps" in text
+    assert last["step"] == 12 and last["eval/reverse_kl"] != first["eval/reverse_kl"]
+    assert f"{last['eval/reverse_kl']:.3f}" in theirs
 
 
 @pytest.mark.slow
-def test_island_that_cannot_take_the_state_over_ends_and_the_other_goes_on(rig: OpenRig) -> None:
-    """It names what failed and the remedy, and costs the other one an outer step."""
-    one = rig(diloco__min_replicas=1, diloco__timeout=5.0, trainer__steps=12)
+def test_island_killed_in_an_outer_step_costs_its_steps(rig: OpenRig) -> None:
+    """The others' weights are those of before; they take the steps again, and save nothing."""
+    one = rig(diloco__replicas=3, checkpoint__keep=9, trainer__steps=4)
     one.light()
-    go = one.folder / "go"
-    stays = one.island(0, gate={"step": 8, "file": str(go)})
-    ended(one.island(1, kill_after=3), KILLED)
-    until(lambda: len(one.records(0)) > 7, stays)
-    back = one.island(1, "--resume", unreachable=True)
-    until(lambda: "next outer step" in text_so_far(back), back, stays)
-    go.touch()
-    text = ended(back, 2)
-    assert "island 1 could not take over the state of the others" in text
-    assert "diloco.timeout = 5 s" in text
-    ended(stays)
-    assert [row["step"] for row in one.records(0)] == [*range(13)]
-
-
-def test_island_that_is_killed_within_the_all_reduce_costs_its_steps_alone(rig: OpenRig) -> None:
-    """The survivor's weights are those of the last outer step; it takes the steps again."""
-    one = rig(diloco__min_replicas=1)
-    one.light()
-    stays = one.island(0)
-    ended(one.island(1, kill_in=1), KILLED)
-    text = ended(stays)
-    assert "the outer step failed" in text and "the steps 3 to 4 are taken again" in text
-    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("after ")]
-    assert [(first, third) for first, _, third, _ in lines][:3] == [
-        ("2:", "2"), ("4:", "2"), ("4:", "4"),
-    ]  # fmt: skip
-    assert lines[0][3] == lines[1][3] != lines[2][3]
-    assert [row["step"] for row in one.records(0)] == [*range(9)]
+    stay = one.islands(2)
+    ended(one.island(2, kill_in=0), KILLED)
+    texts = [ended(island) for island in stay]
+    assert all("the outer step failed" in text for text in texts)
+    assert all("the steps 1 to 2 are taken again" in text for text in texts)
+    assert "after 2: step 0" in texts[0] and "after 2: step 2" in texts[0]
+    one.assert_equal_weights(0, 1)
+    assert [row["step"] for row in one.records(0)] == [*range(5)]
+    assert one.saved(0) == ["step_000002", "step_000004"]
 
 
 @pytest.mark.slow
-def test_first_outer_step_that_fails_saves_nothing(rig: OpenRig) -> None:
-    """A checkpoint of step 0 would have the optimizer of steps that are taken again."""
-    one = rig(diloco__min_replicas=1, checkpoint__keep=9, trainer__steps=4)
+def test_island_with_exploded_weights_is_never_averaged(rig: OpenRig) -> None:
+    """In the update before an outer step; the others go on. They have waited, as it is slow."""
+    one = rig(diloco__replicas=3)
     one.light()
-    stays = one.island(0)
-    ended(one.island(1, kill_in=0), KILLED)
-    assert "the steps 1 to 2 are taken again" in ended(stays)
-    saved = sorted(path.name for path in (one.run_dir(0) / "checkpoints").iterdir())
-    assert saved == ["step_000002", "step_000004"]
-
-
-@pytest.mark.slow
-def test_island_whose_weights_explode_is_never_averaged(rig: OpenRig) -> None:
-    """In the update before an outer step, with a second one to go; the other island goes on."""
-    one = rig(diloco__min_replicas=1)
-    one.light()
-    stays, explodes = one.island(0), one.island(1, explode=4)
+    stay, explodes = one.islands(2), one.island(2, explode=4, slow=0.9)
     text = ended(explodes, 1)
     assert "step 4" in text and "weights" in text and "Traceback" not in text
-    ended(stays)
-    together = {
-        row["step"]: row["islands/together"]
-        for row in one.records(0)
-        if row["step"] % 2 == 0 < row["step"]
-    }
-    assert together == {2: 2, 4: 1, 6: 1, 8: 1}
+    for island in stay:
+        ended(island)
+    assert one.together(0) == {2: 3, 4: 2, 6: 2, 8: 2}
     assert max(float(tensor.abs().max()) for tensor in weights(one.run_dir(0)).values()) < 1e3
-    assert [path.name for path in (one.run_dir(1) / "checkpoints").iterdir()] == ["step_000002"]
+    assert one.saved(2) == ["step_000002"]
 
 
 @pytest.mark.slow
-def test_lighthouse_that_is_restarted_ends_nothing(rig: OpenRig) -> None:
+def test_lighthouse_restarted_ends_nothing(rig: OpenRig) -> None:
     one = rig(trainer__steps=12)
     first = one.light()
-    both = [one.island(index, slow=0.2) for index in (0, 1)]
+    both = one.islands(2, slow=0.2)
     until(lambda: len(one.records(0)) > 4, *both)
     first.kill()
     ended(first, KILLED)
-    steps = len(one.records(0))
     one.light()
     for island in both:
         ended(island)
-    assert_equal_weights(one, 0, 1)
-    assert steps < len(one.records(0)) == 13
+    one.assert_equal_weights(0, 1)
+    assert len(one.records(0)) == 13
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_an_island_that_waits_for_another(rig: OpenRig, signum: int) -> None:
+def test_island_waiting_for_another_ends_by_a_signal(rig: OpenRig, signum: int) -> None:
     """Within seconds, with the last outer step saved, although a quorum may take a minute."""
     one = rig()
     one.light()
@@ -147,50 +143,4 @@ def test_signal_ends_an_island_that_waits_for_another(rig: OpenRig, signum: int)
     assert waits.poll(10.0) == 128 + signum
     text = "".join(waits.communicate())
     assert "step 2 is saved; continue with" in text and "--island 0 --lighthouse" in text
-    (checkpoint,) = (one.run_dir(0) / "checkpoints").iterdir()
-    assert checkpoint.name == "step_000002"
-
-
-@pytest.mark.slow
-def test_slow_island_is_waited_for(rig: OpenRig) -> None:
-    """Three islands, one nine times slower: all end with the same weights."""
-    one = rig(diloco__replicas=3, trainer__steps=6)
-    one.light()
-    islands = [one.island(index, slow=slow) for index, slow in enumerate((0.1, 0.1, 0.9))]
-    found = [digests(ended(island)) for island in islands]
-    assert found[0] == found[1] == found[2] and [*found[0]] == [2, 4, 6]
-    assert_equal_weights(one, 1, 2)
-
-
-@pytest.mark.slow
-def test_island_that_is_left_behind_says_so(rig: OpenRig) -> None:
-    """Slower than diloco.wait, and min_replicas below a majority, which would let it train on."""
-    one = rig(diloco__replicas=3, diloco__min_replicas=1, diloco__wait=2.0, trainer__steps=4)
-    one.light()
-    slow = [one.island(index, slow=seconds) for index, seconds in enumerate((0.1, 0.1, 9.0))]
-    ended(slow[0])
-    ended(slow[1])
-    text = ended(slow[2], 2)
-    assert "has finished without island 2" in text or "are not those of island" in text
-
-
-@pytest.mark.slow
-def test_resume_of_all_islands_is_bit_equal(rig: OpenRig) -> None:
-    """Both are killed at different places; one lacks its newest checkpoint."""
-    whole = rig()
-    whole.light()
-    for island in [whole.island(index) for index in (0, 1)]:
-        ended(island)
-    cut = rig()
-    cut.light()
-    killed = [cut.island(0, kill_after=7), cut.island(1, kill_after=6)]
-    for island in killed:
-        ended(island, KILLED)
-    shutil.rmtree(cut.run_dir(1) / "checkpoints" / "step_000006")
-    again = [cut.island(index, "--resume") for index in (0, 1)]
-    texts = [ended(island) for island in again]
-    assert all("resuming after step 4" in text for text in texts)
-    for index in (0, 1):
-        assert numbers(whole.run_dir(index)) == numbers(cut.run_dir(index))
-        mine, theirs = weights(whole.run_dir(index)), weights(cut.run_dir(index))
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert one.saved(0) == ["step_000002"]

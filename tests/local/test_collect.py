@@ -12,6 +12,7 @@ from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
     Clock,
+    Collector,
     group_advantages,
     mean_by_environment,
     problems_of_step,
@@ -20,10 +21,10 @@ from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import collect, rollout, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -105,3 +106,34 @@ def test_collect_counts_answers_without_a_verdict(
     )
     _, metrics = collect(engine, recipe, 1, Clock())
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["data", "environments"])
+def test_islands_ask_the_parts_of_one_undivided_order(several: bool) -> None:
+    """One after the other, each step's parts are the batches of a run with all steps by itself.
+
+    With one kind of problems they are also the parts of its batches of three times the size.
+    """
+    raw = changed(TINY_RECIPE, trainer__seed=3)
+    if several:
+        data = {"source": "generated", "size": 40}
+        del raw["data"]
+        raw["environments"] = {"a": {**data, "ratio": 1}, "b": {**data, "seed": 9, "ratio": 2}}
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+
+    engine = SimpleNamespace(problems=SimpleNamespace(problem_set=problems))
+
+    def batch(step: int, size: int, island: tuple[int, int] | None) -> list[str]:
+        trainer = recipe.trainer.model_copy(update={"batch_size": size})
+        made = Collector.__new__(Collector)
+        made.__dict__ |= {
+            "engine": engine, "trainer": trainer, "rollout": recipe.rollout, "island": island,
+        }  # fmt: skip
+        return [problem.question for problem in made.problems(step)]
+
+    for step in range(1, 30):
+        parts = [batch(step, 6, (index, 3)) for index in range(3)]
+        assert parts == [batch(3 * step - 2 + index, 6, None) for index in range(3)]
+        if not several:
+            assert [one for part in parts for one in part] == batch(step, 18, None)

@@ -13,12 +13,6 @@ from tests.upstream.export_recipes import tables
 @pytest.mark.parametrize(("islands", "fewest"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3), (64, 33)])
 def test_majority_of_the_islands_takes_an_outer_step(islands: int, fewest: int) -> None:
     assert DilocoConfig(replicas=islands).fewest == fewest
-    assert DilocoConfig(replicas=islands, min_replicas=1).fewest == 1
-
-
-def test_more_islands_than_there_are_cannot_be_asked_for() -> None:
-    with pytest.raises(RecipeError, match="min_replicas = 3 is more than replicas = 2: lower it"):
-        parse_recipe({**tables(), "diloco": {"replicas": 2, "min_replicas": 3}})
 
 
 @pytest.mark.parametrize(

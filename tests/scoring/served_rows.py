@@ -9,8 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
-from prime_composer.scoring.pair_tables import take_tables
-from prime_composer.scoring.patches import HEAD_METHOD, TABLES_METHOD
+from prime_composer.scoring.patches import HEAD_METHOD
 from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
 from tests.scoring.conftest import Engine
 
@@ -40,10 +39,8 @@ class Rows(Engine):
 
     async def collective_rpc(self, method, args=()):
         """Answer as a worker of vLLM does that has our methods."""
-        if method == HEAD_METHOD:
-            return [{"weight": bytes(4 * D), "dtype": "float32"}]
-        assert method == TABLES_METHOD
-        return [take_tables(self, *args)]
+        assert method == HEAD_METHOD
+        return [{"weight": bytes(4 * D), "dtype": "float32"}]
 
     async def generate(self, prompt, params, request_id):
         """Answer in two pieces of the prompt."""

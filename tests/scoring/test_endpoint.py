@@ -54,10 +54,6 @@ def given(ids):
     return {"kinds": ["given"], "sequences": [{"token_ids": [5, 6, 7], "start": 1, "given": ids}]}
 
 
-def with_parameters(kind, k=1):
-    return [5, 6, 7], 1, {"parameters": {kind: {"k": k}}}
-
-
 BAD = {
     "no json": (b"{", "cannot be read"),
     "deep": (b'{"version":1,"sequences":' + b"[" * 100_000, "cannot be read"),
@@ -86,13 +82,6 @@ BAD = {
     "given no base64": (question() | given("?"), "base64"),
     "given without ids": (question(GOOD, kinds=["given"]), "go together"),
     "ids without given": (question(([5, 6], 1, {"given": encode_ids([[1]])})), "go together"),
-    "a kind without its parameters": (question(GOOD, kinds=["student_candidates"]), "go together"),
-    "parameters without their kind": (question(with_parameters("student_candidates")), "together"),
-    "k of parameters": (question(with_parameters("student_candidates", -1)), "cannot be read"),
-    "parameters of a kind with fields": (
-        question(with_parameters("top_k")),
-        r"parameters of \['top_k'\], where those of \['student_candidates'\] are known",
-    ),
 }  # fmt: skip
 
 

@@ -1,37 +1,35 @@
 """A served teacher with a tokenizer of its own: the same scores as one in this process."""
 
-import base64
+import re
 from contextlib import closing
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import torch
 
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
-from prime_composer.backends.errors import ServerError  # noqa: E402
+from prime_composer.backends.hf_model import load_model  # noqa: E402
 from prime_composer.backends.protocols import Limits  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.finish import NEVER  # noqa: E402
-from prime_composer.scoring import pair_tables, student_candidates  # noqa: E402
-from prime_composer.scoring.kinds import KINDS  # noqa: E402
-from prime_composer.scoring.pair_tables import VARIABLE, Kept, name_of  # noqa: E402
-from prime_composer.scoring.patches import TABLES_METHOD
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES  # noqa: E402
-from prime_composer.scoring.wire import TABLES_PATH, VERSION  # noqa: E402
+from prime_composer.local.opening import open_engine  # noqa: E402
+from prime_composer.local.preflight import preflight  # noqa: E402
+from prime_composer.local.sources import load_sources  # noqa: E402
+from prime_composer.recipe.loading import parse_recipe  # noqa: E402
 from prime_composer.teachers import own_tokenizer  # noqa: E402
 from prime_composer.teachers.compatibility import PreflightError  # noqa: E402
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
-from prime_composer.teachers.student_candidates import tables_of  # noqa: E402
 from prime_composer.teachers.tokenizer_pair import make_pair  # noqa: E402
 from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
+from tests.local.helpers import tiny_models  # noqa: E402
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import (  # noqa: E402
     STUDENT,
     TEACHER,
+    own_recipe,
     rollout_of,
     wrapped,
 )
@@ -112,114 +110,13 @@ def kinds(rows):
 
 @pytest.mark.parametrize("read", [None, 256, 100])
 def test_served_own_tokenizer_scores_as_in_process(read, monkeypatch, vllm_without_its_libraries):
-    """A server of an older plugin, of whose rows some ids are read."""
+    """Whole rows of a small vocabulary are read, and some ids of a large one's."""
     read_of_rows(monkeypatch, read)
-    monkeypatch.setenv(VARIABLE, "0")
-    monkeypatch.delitem(KINDS, STUDENT_CANDIDATES.name, raising=False)
     rows = Rows(3, len(wrapped(TEACHER)))
     with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
         served, student = over(scorer)
         check_equal(served, over(WholeRows(rows))[0], student)
     assert kinds(rows) == ["sampled", "top_k"]
-
-
-@pytest.fixture
-def kept(monkeypatch):
-    """Return the tables that the workers of this process keep, of this test alone."""
-    monkeypatch.delitem(KINDS, STUDENT_CANDIDATES.name, raising=False)
-    made = Kept(4)
-    for module in (pair_tables, student_candidates):
-        monkeypatch.setattr(module, "KEPT_HERE", made)
-    return made
-
-
-def test_server_sums_for_two_pairs_side_by_side(kept, monkeypatch, vllm_without_its_libraries):
-    rows = Rows(3, len(wrapped(TEACHER)))
-    with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
-        for merges in (STUDENT, TEACHER[:3], STUDENT):
-            served, student = over(scorer, merges)
-            check_equal(served, over(WholeRows(rows), merges)[0], student)
-            assert kinds(rows) == ["sampled", "top_k", "student_candidates"]
-    assert len(kept) == 2
-
-
-def test_server_without_the_tables_gets_them_again(kept, vllm_without_its_libraries):
-    """After its start; a server that never has them ends the run by name."""
-    rows = Rows(3, len(wrapped(TEACHER)))
-    with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
-        served, student = over(scorer)
-        rollouts = [rollout_of(student, "ab", text) for text in TEXTS]
-        first = served.score(rollouts, K)
-        kept.clear()
-        again = served.score(rollouts, K)
-        for one_scores, two in zip(first, again, strict=True):
-            assert torch.equal(one_scores.ref_logprobs, two.ref_logprobs)
-        assert len(kept) == 1
-        kept.clear()
-        kept.keep = lambda tables: None
-        with pytest.raises(ServerError, match="loses the tables.*raise PRIME_COMPOSER_PAIRS"):
-            served.score(rollouts, K)
-
-
-def test_api_servers_of_one_engine_share_its_tables(kept, vllm_without_its_libraries):
-    """As with vLLM's api_server_count: a request may reach another server than its tables did."""
-    rows, sent = Rows(3, len(wrapped(TEACHER))), []
-    take = rows.collective_rpc
-
-    async def counted(method, args=()):
-        if method == TABLES_METHOD:
-            sent.append(len(args[1]) > 0)
-        return await take(method, args)
-
-    rows.collective_rpc = counted
-    with (
-        Served(rows) as one,
-        Served(rows) as two,
-        closing(ServerScorer(one.url)) as first,
-        closing(ServerScorer(two.url)) as second,
-    ):
-        served, student = over(first)
-        other, _ = over(second)
-        rollouts = [rollout_of(student, "ab", text) for text in TEXTS]
-        scores = served.score(rollouts, K)
-        assert sent.count(True) == 1  # the others were asked for by their name
-        second.client.known.given.add(tables_of(served.pair).name)
-        again = other.score(rollouts, K)  # as a balanced port sends it, without a word before
-        assert sent.count(True) == 1
-        kept.clear()  # the engine was started again: whichever server is asked says so
-        last = other.score(rollouts, K)
-        assert sent.count(True) == 2 and len(kept) == 1
-        for each in (again, last, served.score(rollouts, K)):
-            for one_scores, two_scores in zip(scores, each, strict=True):
-                assert torch.equal(one_scores.ref_logprobs, two_scores.ref_logprobs)
-                assert torch.equal(one_scores.token_ids, two_scores.token_ids)
-        assert sent.count(True) == 2
-
-
-def test_server_refuses_what_are_no_tables_by_name(kept, vllm_without_its_libraries):
-    rows = Rows(3, len(wrapped(TEACHER)))
-    tables = tables_of(over(WholeRows(rows))[0].pair)
-    with Served(rows) as one:
-
-        def sent(name, content):
-            text = base64.b64encode(content).decode()
-            body = {"version": VERSION, "name": name, "content": text}
-            reply = httpx.post(one.url + TABLES_PATH, json=body)
-            if reply.status_code == 200:
-                return 200, ""
-            return reply.status_code, reply.json()["error"]["message"]
-
-        assert sent(tables.name, b"")[0] == 409
-        status, words = sent(tables.name, tables.content[:-4] + b"abcd")
-        assert status == 400 and "damaged" in words
-        short = tables.content[:-4]
-        status, words = sent(name_of(short), short)
-        assert status == 400 and "bytes, where" in words
-        assert not len(kept)
-        large = b"x" * 2**25
-        assert sent(name_of(large), large)[0] == 413
-        assert sent(tables.name, tables.content) == (200, "")
-        assert sent(tables.name, b"") == (200, "") and len(kept) == 1
 
 
 def test_own_tokenizer_refuses_a_server_without_plugin():
@@ -238,9 +135,34 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
             own.check([], 8, "error")
 
 
+@pytest.mark.parametrize("read", [None, 256])
+def test_served_pair_that_does_not_align_is_refused(
+    read, monkeypatch, vllm_without_its_libraries, tiny_recipe
+):
+    """By the preflight, with its number and the remedy; whole rows of a small vocabulary pass."""
+    raw = own_recipe(tiny_recipe)
+    teacher = str(tiny_models(raw)["teacher"])
+    rows = Rows(3, load_model(teacher).config.vocab_size)
+    rows.model_config.model = teacher
+    read_of_rows(monkeypatch, read)
+    with Served(rows) as one:
+        raw["teacher"] = {"model": teacher, "url": one.url, "tokenizer": "own", "wait": 0}
+        recipe = parse_recipe(raw)
+        sources = load_sources(recipe)
+        with open_engine(recipe, sources, tiny_models(raw), lambda text: None) as engine:
+            if read is None:
+                preflight(engine, recipe, lambda text: None)
+                return
+            with pytest.raises(PreflightError) as refused:
+                preflight(engine, recipe, lambda text: None)
+    message = str(refused.value)
+    assert re.search(r"\b[1-9]\d\.\d\d% begin .*97%", message) and "[teacher]" in message
+    assert 'backend = "transformers"' in message and "no url" in message
+
+
 @pytest.mark.vllm
 def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
-    """A real server, in pieces of 16 tokens: it sums its rows, or 256 ids of them are read."""
+    """A real server, in pieces of 16 tokens: its rows are read whole, or 256 ids of each."""
     teacher = wrapped(TEACHER)
     model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
     model.save_pretrained(tmp_path / "model")
@@ -251,11 +173,8 @@ def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
         closing(ServerScorer(server.url)) as scorer,
     ):
         assert scorer.tokenize("ab c") == teacher.encode("ab c")
-        for sums in (True, False):
+        for read in (None, 256):
+            read_of_rows(monkeypatch, read)
             for merges in (STUDENT, TEACHER[:3]):  # words that are split elsewhere, and nowhere
                 served, student = over(scorer, merges)
                 check_equal(served, over(TransformersScorer(model), merges)[0], student)
-            assert sums == scorer.knows(STUDENT_CANDIDATES)
-            monkeypatch.setattr(ServerScorer, "knows", lambda *_: False)
-            read_of_rows(monkeypatch, 256)
-        assert len(scorer.client.known.given) == 2

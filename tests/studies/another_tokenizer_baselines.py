@@ -28,7 +28,6 @@ from prime_composer.losses.config import TopKLossConfig
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.teachers.own_tokenizer import ByRows, dense
-from prime_composer.teachers.student_candidates import Question
 
 
 def aligned_rows(plan: Plan) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
@@ -52,9 +51,7 @@ class ByRank(ByRows):
     column.
     """
 
-    def scores(
-        self, plan: Plan, read: Scores, k: int, size: int, question: Question | None = None
-    ) -> tuple[Scores, Totals]:
+    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return the k largest probabilities of each aligned row; k = V_S is all that count."""
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         places, row = aligned_rows(plan)
@@ -78,9 +75,7 @@ class ByLongestPrefix(ByRows):
         """The student's id of each teacher token; -1 without one. Ends are the student's end."""
         return longest_prefixes(self.pair)
 
-    def scores(
-        self, plan: Plan, read: Scores, k: int, size: int, question: Question | None = None
-    ) -> tuple[Scores, Totals]:
+    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return supports of the k ids with most mass; others are not ``scored``."""
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         places, row = aligned_rows(plan)

@@ -25,7 +25,7 @@ STUDENT = [("b", "c"), (" ", "c")]
 
 
 def scorer_of(
-    student_merges: list[tuple[str, str]], shift: int = 0, **options: bool
+    student_merges: list[tuple[str, str]], shift: int = 0, **options: Any
 ) -> tuple[OwnTokenizerScorer, Any]:
     """Return the scorer of a random teacher; ``shift`` marks before the prompt are its own."""
     from prime_composer.teachers.transformers import TransformersScorer

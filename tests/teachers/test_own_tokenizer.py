@@ -24,7 +24,7 @@ from prime_composer.step.batch import Sample, with_scores
 from prime_composer.teachers import own_tokenizer
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
-from prime_composer.teachers.tokenizer_pair import lead_of, make_pair
+from prime_composer.teachers.tokenizer_pair import aligned_share, lead_of, make_pair
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.local.helpers import Silent, run
@@ -90,6 +90,30 @@ def test_a_row_that_leaves_out_too_much_has_no_score(monkeypatch: pytest.MonkeyP
     assert sample is not None and sample.scores is not None and sample.scores.scored is None
     assert sample.rollout.trained.tolist() == scores.scored.tolist()
     assert torch.equal(sample.scores.ref_logprobs, scores.ref_logprobs)
+
+
+def test_share_that_begins_together_is_counted_by_hand() -> None:
+    """The teacher writes "abcab c" as abc|ab| |c: 4 of a student's 7 bytes, and none is left."""
+    teacher, student = wrapped(TEACHER), wrapped([])
+    pair = make_pair(teacher, student, [teacher.eos_token_id], [], "teacher")
+    assert aligned_share(pair, ["abcab c"]) == pytest.approx(4 / 7)
+    assert aligned_share(pair, ["abcab c", "c"]) == pytest.approx(5 / 8)
+
+
+def test_whole_rows_are_read_in_process_of_a_bad_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair that does not align: all ids of a large vocabulary's rows, one rollout at a time."""
+    scorer, student = scorer_of([])
+    rollouts = [rollout_of(student, "ab", text) for text in ("abcabc", " cab bc")]
+    whole = scorer.score(rollouts, 4)
+    monkeypatch.setattr(own_tokenizer, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(own_tokenizer, "READ", 2)
+    few = scorer.score(rollouts, 4)
+    scorer, _ = scorer_of([], aligned=0.5)
+    for one, left_out, found in zip(whole, few, scorer.score(rollouts, 4), strict=True):
+        assert left_out.scored is not None and not left_out.scored.all()
+        assert found.scored is not None and found.scored.all()
+        torch.testing.assert_close(found.ref_logprobs, one.ref_logprobs)
+        assert torch.equal(found.token_ids, one.token_ids)
 
 
 def test_with_scores_begins_at_the_first_scored_token() -> None:

@@ -210,7 +210,10 @@ class Limited:
         raise ValueError("answers at most 1,000 bytes at once")
 
 
-def test_server_is_asked_for_room_in_its_own_tokens(tiny_recipe: Raw) -> None:
+def test_server_is_asked_for_room_in_its_own_tokens(
+    tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_composer.teachers.own_tokenizer.ALIGNED", 0.0)
     recipe, engine = opened(own_recipe(tiny_recipe))
     with engine:
         scorer, problems = own_scorer(engine), engine.problems.problem_set.practice

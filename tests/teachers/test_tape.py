@@ -271,7 +271,6 @@ def test_tape_of_a_tokenizer_alone_is_read_by_its_hash(tmp_path: Path) -> None:
     [
         ({"limits": Limits(32, VOCAB, 20)}, "server_max_model_len was 64 and is 32"),
         ({"gives_any_ids": False}, "any_ids was True and is False"),
-        ({"knows": lambda kind: True}, "sums was False and is True"),
         ({"limits": Limits(64, VOCAB, 7)}, None),
     ],
 )

@@ -25,6 +25,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
     Facts,
     ScoreResponse,
 )
+from prime_composer.teachers import own_tokenizer as teachers_own_tokenizer  # noqa: E402
 from prime_composer.upstream import launcher_hook, wire  # noqa: E402
 from prime_composer.upstream.export import export_recipe  # noqa: E402
 from prime_composer.upstream.orchestrator import hints, hooks, own_tokenizer  # noqa: E402
@@ -356,6 +357,21 @@ def test_text_after_a_special_token_has_no_score(served, student):
     scored(of_v0_7, served.url, trace)
     assert math.isnan(trace.samples[0].ref_logprobs[-1])
     assert trace.samples[0].ref_logprobs[-2] < 0
+
+
+def test_pair_that_does_not_align_is_refused_once(served, student, monkeypatch):
+    """With its number and the remedy, as soon as enough tokens of the student's were seen."""
+    monkeypatch.setattr(teachers_own_tokenizer, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(teachers_own_tokenizer, "JUDGED_TOKENS", 12)
+    monkeypatch.setattr(hooks, "log", lambda *_, **__: None)
+    first, second = (conversation(student, "abcab c") for _ in range(2))
+    with pytest.raises(ValueError) as refused:
+        scored(of_v0_7, served.url, first, second)
+    assert first.metrics and not second.metrics
+    # abc|ab| |c and a|bc|a|b| c: of six, bytes 0, 3, 5 and the end of the turn.
+    message = str(refused.value)
+    assert "66.67%" in message and "97%" in message and "teacher_tokenizers" in message
+    assert "--engine local" in message
 
 
 @pytest.mark.parametrize("where", ["trace", "node", "message"])

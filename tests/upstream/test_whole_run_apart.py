@@ -3,13 +3,10 @@
 As in test_whole_run.py, whose functions and stand-ins these are.
 """
 
-import importlib.util
 import json
-import sys
 
 import pytest
 
-from prime_composer.scoring.wire import TABLES_PATH
 from tests.upstream import test_whole_run as whole_run
 from tests.upstream.e2e import cpu_recipe
 from tests.upstream.test_whole_run import TOP_K, K, mean, newest, other
@@ -17,7 +14,6 @@ from tests.upstream.test_whole_run import TOP_K, K, mean, newest, other
 models = whole_run.models
 
 APART = {"apart": True, "plugin": True, "words": True}
-STUDENT_CANDIDATES = "student_candidates"
 
 
 @pytest.mark.parametrize(
@@ -47,29 +43,6 @@ def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, vers
     with pytest.raises(pytest.fail.Exception, match="other tokens than the student"):
         whole_run.run(version, trees, models, tmp_path, TOP_K, **how)
     assert not [*tmp_path.rglob("broadcasts/step_1")]
-
-
-@other
-@pytest.mark.vllm
-@pytest.mark.parametrize("version", ["v0.8", "head"])
-def test_whole_run_has_a_server_that_sums_its_rows(trees, models, tmp_path, version):
-    """Real vLLM with the scoring plugin gets the pair's tables, and sums for the student's tokens.
-
-    Its rows are sums of the float64 reference too: what is sent changes no number.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed here")
-    served = {"vllm": sys.executable, "by_vllm": ["teacher"]}
-    result = whole_run.run(version, trees, models, tmp_path, TOP_K, **APART, **served)
-    first, second, *later = [
-        request.get("status") for request in result["teacher"] if request["path"] == TABLES_PATH
-    ]
-    assert (first, second) == (409, None) and not any(later)
-    asked = [request["kinds"] for request in whole_run.generate_requests(result, "teacher")]
-    # The beginning of its first sequence is asked for again as of any teacher, without sums.
-    assert asked.count(["sampled", "top_k", STUDENT_CANDIDATES]) >= cpu_recipe.BATCH
-    assert asked[0][-1] == STUDENT_CANDIDATES
-    check(result, version)
 
 
 def check(result, version):

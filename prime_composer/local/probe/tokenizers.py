@@ -13,7 +13,7 @@ from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Candidates, Sums
 from prime_composer.local.probe.report import NotMeasured, TokenizerPairFacts
 from prime_composer.step.batch import Sample
-from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, OwnTokenizerScorer, dense
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, dense
 
 OFF_PATH = 0.05  # Mass on other tokenizations of the text before, to be counted
 
@@ -79,13 +79,12 @@ def readings_of(
 ) -> list[Reading]:
     """Return what the teacher says of each rollout, in its own tokens too."""
     pair, sums = scorer.pair, Sums(scorer.pair)
-    size = scorer.scorer.limits.vocab_size or len(pair.teacher.of_id)
     rollouts = [sample.rollout for sample in samples]
-    read = scorer.scorer.score(scorer.readings(rollouts), size if size <= WHOLE_UP_TO else READ)
+    read = scorer.scorer.score(scorer.readings(rollouts), scorer.ids_read)
     found = []
     for sample, scores, own in zip(samples, scored, read, strict=True):
         plan = plan_of(pair, sample.rollout.token_ids[sample.rollout.start :].tolist())
-        rows = dense(own, plan, max(size, len(pair.teacher.of_id)))
+        rows = dense(own, plan, max(scorer.size, len(pair.teacher.of_id)))
         candidates = sums.candidates(rows, plan, len(pair.student.of_id))
         if len(candidates.total):
             found.append(Reading(sample, plan, rows, candidates, scores))

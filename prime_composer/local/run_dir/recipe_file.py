@@ -17,7 +17,7 @@ UNFINISHED = "recipe.tmp"
 
 MAY_CHANGE = re.compile(
     r"(eval|logging|checkpoint|checks|prime_rl)(\..*)?|output_dir"
-    r"|(teacher|rollout|teachers\..*|diloco)\.(wait|timeout)|diloco\.min_replicas"
+    r"|(teacher|rollout|teachers\..*|diloco)\.(wait|timeout)"
     r"|(teacher|teachers\..*|reference)\.tape(_.*)?"
 )
 """Keys that a resumed run may change: they do not touch the numbers that it trains on."""

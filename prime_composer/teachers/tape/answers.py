@@ -17,17 +17,13 @@ from torch import Tensor
 
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
-from prime_composer.teachers.client import Beside
 from prime_composer.teachers.output_head import teacher_head
 from prime_composer.teachers.tape.store import Note, Record
 from prime_composer.teachers.watch import known_rollout
 
-TOP_K, CHOSEN, SUMMED = "top K", "chosen ids", "student candidates"
+TOP_K, CHOSEN = "top K", "chosen ids"
 KNOWN, HEAD, TEXT = "known request", "output head", "sampled answer"
 """The kinds of answers, in words."""
-
-BESIDE = "beside."
-"""Begins the names of what a server was asked beside a support."""
 
 HEAD_KEY, KNOWN_KEY = "head", "known"
 """Keys of what a tape has once."""
@@ -74,7 +70,6 @@ def question(
     k: int,
     prompt: Sequence[int] | None = None,
     candidates: Int[Tensor, "_ _k"] | None = None,
-    beside: Beside | None = None,
     hidden: bool = False,
 ) -> Question:
     """Return what a teacher is asked about a rollout. Arguments are those of ``Scorer.score``."""
@@ -84,12 +79,6 @@ def question(
     if candidates is not None:
         kind = CHOSEN
         parts.append(ids_as_bytes(candidates))
-    if beside is not None:
-        kind, request = SUMMED, beside.request
-        named = (
-            f"{beside.kind.name} {beside.tables.name} {request.k} {sorted(request.shared.items())}"
-        )
-        parts += [named.encode(), request.numbers]
     key = digest(kind.encode(), *parts)
     return Question(key, kind, k, hidden, len(read), len(own))
 
@@ -122,8 +111,6 @@ def _tensors_of(scores: Scores) -> dict[str, Tensor]:
         tensors["states"] = share.states
         if share.ref_logprobs is not None:
             tensors["own_of_states"] = share.ref_logprobs.clone()  # no two share memory
-    for name, array in (scores.beside or {}).items():
-        tensors[f"{BESIDE}{name}"] = torch.from_numpy(np.ascontiguousarray(array))
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
@@ -142,11 +129,6 @@ def _scores_of(tensors: Mapping[str, Tensor], start: int, head: TeacherHead | No
     if head is not None and "states" in tensors:
         of_states = tensors.get("own_of_states")
         shares = (HiddenStates(tensors["states"], head, ref_logprobs=of_states),)
-    beside = {
-        name.removeprefix(BESIDE): tensor.numpy()
-        for name, tensor in tensors.items()
-        if name.startswith(BESIDE)
-    }
     return Scores(
         own,
         tensors["ids"].long() if "ids" in tensors else torch.empty(len(own), 0, dtype=torch.long),
@@ -155,7 +137,6 @@ def _scores_of(tensors: Mapping[str, Tensor], start: int, head: TeacherHead | No
         tensors.get("known"),
         start,
         tensors.get("scored"),
-        beside or None,
     )
 
 

@@ -7,8 +7,6 @@ from prime_composer.backends.model_files import fingerprint, is_without_weights
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
-from prime_composer.teachers.client import knows
 from prime_composer.teachers.tape.store import TapeError
 
 FORMAT = 1
@@ -19,7 +17,7 @@ Header = Mapping[str, Any]
 SAME = ("format", "tokenizer", "student_tokenizer", "teacher_tokenizer")
 """What has to be the same, also where no teacher is open."""
 
-SAME_TEACHER = ("dtype", "backend", "vocab_size", "server_max_model_len", "any_ids", "sums")
+SAME_TEACHER = ("dtype", "backend", "vocab_size", "server_max_model_len", "any_ids")
 """What has to be the same where one is. A run of the tape alone asks what its writers asked, and a
 server's window and what it can give decide that."""
 
@@ -49,7 +47,6 @@ def header_of(
         "vocab_size": limits.vocab_size,
         "server_max_model_len": limits.max_model_len if spec.serves else None,
         "any_ids": scorer.gives_any_ids,
-        "sums": knows(scorer, STUDENT_CANDIDATES),
     }
 
 

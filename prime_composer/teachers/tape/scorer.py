@@ -14,9 +14,6 @@ from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores, TeacherHead
-from prime_composer.scoring.kinds import Kind
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
-from prime_composer.teachers.client import Beside, knows
 from prime_composer.teachers.tape.answers import (
     HEAD_KEY,
     KNOWN_KEY,
@@ -122,12 +119,6 @@ class TapedScorer:
             sampler, self._store, self.limits, self._table, self._is_fixed, self._ends
         )
 
-    def knows(self, kind: Kind) -> bool:
-        """Return whether the teacher's server has a kind of scores."""
-        if self.live is None:
-            return kind is STUDENT_CANDIDATES and bool(self.header["sums"])
-        return knows(self.live, kind)
-
     def score(
         self,
         rollouts: Sequence[Rollout],
@@ -136,7 +127,6 @@ class TapedScorer:
         *,
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
-        beside: Sequence[Beside] | None = None,
     ) -> list[Scores]:
         """Score as ``protocols.Scorer`` says. The teacher is asked once for what is not there."""
         vocab_size = self.limits.vocab_size
@@ -154,7 +144,6 @@ class TapedScorer:
                 k,
                 None if prompts is None else prompts[index],
                 None if candidate_ids is None else candidate_ids[index],
-                None if beside is None else beside[index],
                 hidden,
             )
             for index, rollout in enumerate(rollouts)
@@ -171,7 +160,6 @@ class TapedScorer:
             for name, values in (
                 ("prompts", prompts),
                 ("candidate_ids", candidate_ids),
-                ("beside", beside),
             ):
                 if values is not None:
                     arguments[name] = [values[index] for index in chosen]

@@ -16,7 +16,7 @@ from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.scoring.wire import Facts
-from prime_composer.teachers.client import Beside, Known, TeacherClient
+from prime_composer.teachers.client import Known, TeacherClient
 from prime_composer.teachers.compatibility import PreflightError, check_served_tokenizer
 from prime_composer.teachers.watch import (
     ASKED_EVERY,
@@ -265,7 +265,6 @@ class Requests:
         *,
         start: int = 1,
         frozen: bool = False,
-        beside: Beside | None = None,
     ) -> Scores:
         """Return the scores of ``token_ids`` from ``start`` on, with the top ``k`` of ``model``.
 
@@ -284,7 +283,7 @@ class Requests:
         asked = self._asked.setdefault((transport.base, model), Asked())
         if frozen and asked.tokenizer is None:
             await self._compare(transport, model, asked)
-        scores = await self._ask(transport, model, asked, token_ids, k, start, beside)
+        scores = await self._ask(transport, model, asked, token_ids, k, start)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
@@ -365,7 +364,6 @@ class Requests:
         token_ids: Sequence[int],
         k: int,
         start: int = 1,
-        beside: Beside | None = None,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
@@ -379,7 +377,7 @@ class Requests:
             if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
                 self._say_of_padding(transport.origin, known)
             before = transport.retries
-            scores = await teacher.score(sequence, k=k, beside=beside)
+            scores = await teacher.score(sequence, k=k)
             asked.retried += transport.retries - before
             return scores
 

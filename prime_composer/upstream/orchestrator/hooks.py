@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
-from prime_composer.teachers.client import Beside
 from prime_composer.upstream import launches, wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
@@ -168,8 +167,8 @@ async def by_turns(
     own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
     facts = await REQUESTS.meet(openai, model, own.tokenizer)
 
-    def ask(reading: list[int], start: int, k: int, beside: Beside | None) -> Awaitable[Scores]:
-        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True, beside=beside)
+    def ask(reading: list[int], start: int, k: int) -> Awaitable[Scores]:
+        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True)
 
     return await scored_branch(own, facts, scoring.traces, token_ids, ask, REQUESTS.compute)
 

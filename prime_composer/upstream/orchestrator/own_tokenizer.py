@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,17 +29,15 @@ from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.losses import parse_loss
 from prime_composer.problems.prompts import ends_of_chat
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
-from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.scoring.wire import Facts
-from prime_composer.teachers.client import Beside
-from prime_composer.teachers.own_tokenizer import ByRows
+from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
 from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
 
-Ask = Callable[[list[int], int, int, Beside | None], Awaitable[Scores]]
-"""Returns a teacher's scores of token ids, from a position on: top K, and what else is asked."""
+Ask = Callable[[list[int], int, int], Awaitable[Scores]]
+"""Returns a teacher's top K of token ids, from a position on."""
 
 METRICS = "xtok"
 """Begins the names of metrics."""
@@ -67,6 +65,7 @@ class OwnTokenizer:
     def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
         self.tokenizer, self.k = tokenizer, k
         self._pair, self._by_rows = pair, ByRows(pair, fixed=fixed)
+        self._first_tokens = FirstTokens()
 
     def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
         """Return a turn of the student; None where the teacher would write it in another way.
@@ -92,14 +91,16 @@ class OwnTokenizer:
         self, turn: Turn, facts: Facts, ask: Ask, compute: Any
     ) -> tuple[Scores, Totals]:
         """Return the teacher's scores of a turn's tokens, and sums over them."""
-        size, can_sum = facts.vocab_size, STUDENT_CANDIDATES.name in facts.kinds
-        asks = partial(self._by_rows.question, turn.plan, self.k, size, can_sum=can_sum)
-        question = await compute(asks)
+        if loss := self._first_tokens.judge(turn.plan, facts.vocab_size):
+            raise ValueError(
+                f"{SWITCH}: {TOKENIZERS_KEY}: {loss} Choose a teacher whose tokenizer splits texts "
+                "as the student's does, or run the recipe on one machine with the teacher in its "
+                'process (--engine local; in [teacher], backend = "transformers" or "vllm").'
+            )
         # The end of the teacher's turn is scored as well.
         reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
-        most = self._by_rows.ids_read(size, can_sum=can_sum)
-        read = await ask(reading, len(turn.prompt), most, question and question.beside)
-        return await compute(self._by_rows.scores, turn.plan, read, self.k, size, question)
+        read = await ask(reading, len(turn.prompt), served_ids(facts.vocab_size))
+        return await compute(self._by_rows.scores, turn.plan, read, self.k, facts.vocab_size)
 
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:
