@@ -37,7 +37,7 @@ from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
-from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts
+from prime_composer.teachers.own_prompt import PLAIN, OwnPromptScorer, TeacherPrompts
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
@@ -389,6 +389,7 @@ def _wrap_own_tokenizers(
                 teacher.table,
                 routing.route(engine.problems.problem_set.practice)[teacher],
                 engine.problems.ends.answer,
+                config.prompt or PLAIN,
             )
 
 

@@ -353,9 +353,7 @@ def mean_nats(scores: Sequence[Scores]) -> tuple[float, float]:
 
 def prompts_of(scorer: Scorer, tokenized: TokenizedProblems) -> PromptOf:
     """Return what a teacher with the student's tokens reads of a problem."""
-    if isinstance(scorer, OwnPromptScorer) and isinstance(scorer.prompts, TeacherPrompts):
-        return scorer.prompts.of
-    return tokenized.prompt
+    return scorer.prompts.of if isinstance(scorer, OwnPromptScorer) else tokenized.prompt
 
 
 @contextmanager

@@ -19,9 +19,6 @@ from prime_composer.teachers.own_prompt import OwnPromptScorer
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.tape.scorer import NotOnTape, TapedScorer, live_of
 
-READ_THEIR_OWN = (OwnPromptScorer, OwnTokenizerScorer)
-"""Scorers of teachers that read other prompts than the student."""
-
 
 @dataclass(frozen=True)
 class Teachers:
@@ -60,14 +57,14 @@ class Teachers:
     def _behind_prompts(self) -> dict[TeacherId, Scorer]:
         """The scorers behind those that write the teachers' own prompts."""
         return {
-            teacher: scorer.scorer if isinstance(scorer, READ_THEIR_OWN) else scorer
+            teacher: scorer.scorer if isinstance(scorer, OwnPromptScorer) else scorer
             for teacher, scorer in self.scorers.items()
         }
 
     def room(self, teacher: TeacherId, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with its prompt, a teacher can read; None: all."""
         scorer = self.scorers[teacher]
-        if isinstance(scorer, READ_THEIR_OWN):
+        if isinstance(scorer, OwnPromptScorer):
             return scorer.room(rollout)
         limit = scorer.limits.max_model_len
         return None if limit is None else limit - 1  # a scorer on vLLM reads one token less
@@ -75,7 +72,7 @@ class Teachers:
     def prompt(self, teacher: TeacherId, prompt: Sequence[int]) -> Sequence[int]:
         """Return what a teacher reads where the student reads a problem's prompt."""
         scorer = self.scorers[teacher]
-        return scorer.prompts(prompt) if isinstance(scorer, READ_THEIR_OWN) else prompt
+        return scorer.prompts(prompt) if isinstance(scorer, OwnPromptScorer) else prompt
 
     def score(
         self,

@@ -337,7 +337,9 @@ class OwnPromptScorer:
 
 
 def joined(
-    rollout: Rollout, answers: Sequence[tuple[Piece, Scores]], ids: Int[Tensor, "n k"] | None
+    rollout: Rollout,
+    answers: Sequence[tuple[Piece, Scores]],
+    ids: Int[Tensor, "n k"] | None = None,
 ) -> Scores:
     """Return the scores of a rollout from those of its answers. Other tokens are not scored.
 
@@ -364,7 +366,7 @@ def joined(
         whole.ref_logprobs[at] = scores.ref_logprobs
         whole.token_ids[at] = scores.token_ids
         whole.teacher_logprobs[at] = scores.teacher_logprobs
-        given(whole.scored)[at] = True
+        given(whole.scored)[at] = True if scores.scored is None else scores.scored
         if whole.known is not None:
             whole.known[at] = scores.all_known
         for share, own in zip(whole.hidden, scores.hidden, strict=True):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
@@ -26,6 +26,7 @@ from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     LimitedServer,
@@ -33,18 +34,25 @@ from prime_composer.teachers.compatibility import (
     TokenServer,
     check_served_tokenizer,
 )
+from prime_composer.teachers.own_prompt import (
+    PLAIN,
+    OwnPromptSampler,
+    OwnPromptScorer,
+    Piece,
+    TeacherPrompts,
+    joined,
+)
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.tokenizer_pair import (
     LONGER,
-    Prompts,
-    TeacherPrompts,
+    PromptsAndTexts,
     aligned_share,
     ends_of,
     lead_of,
     make_pair,
     own_tokenizer_of,
 )
-from prime_composer.teachers.watch import COMPARED_IDS, KnownRequest, starts_of
+from prime_composer.teachers.watch import COMPARED_IDS, KnownRequest
 
 WHOLE_UP_TO = 4096
 """Entries of a teacher's vocabulary up to which all of a row is read."""
@@ -74,16 +82,18 @@ def with_own_tokenizer(
     table: str,
     scored: Sequence[Problem],
     student_end: int | None = None,
+    asks: TeacherPromptConfig = PLAIN,
 ) -> "OwnTokenizerScorer":
     """Let a teacher with a tokenizer of its own, that of ``model``, score the student's tokens.
 
     ``scored`` are the problems whose rollouts it scores. ``student_end`` is the student's id that
-    ends an answer; None takes its tokenizer's.
+    ends an answer; None takes its tokenizer's. ``asks`` says what of its prompts is its own.
     """
     tokenizer = own_tokenizer_of(model, table)
-    prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
+    prompts = PromptsAndTexts(student, problem_set, tokenizer, student_prompt, table, asks)
     sizes = scorer.limits.vocab_size or 0, vocab_size
-    leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
+    own_lead = lead_of(prompts.tokenizer, problem_set, table, prompts.config_of)
+    leads = own_lead, lead_of(student, problem_set, table)
     ends = ends_of(model) or ()
     pair = make_pair(tokenizer, student, ends, prompts.texts(), table, sizes, leads, student_end)
     aligned = aligned_share(pair, prompts.written(scored))
@@ -94,7 +104,7 @@ def with_own_tokenizer(
     )
 
 
-class OwnTokenizerScorer:
+class OwnTokenizerScorer(OwnPromptScorer):
     """Scores of the student's tokens by a teacher with a tokenizer of its own.
 
     A support has the sampled token, then the most probable ids whose probability one pass of the
@@ -103,21 +113,20 @@ class OwnTokenizerScorer:
     is ``aligned_share`` of the run's own texts.
     """
 
-    gives_any_ids = False
-
     def __init__(
         self,
         scorer: Scorer,
         pair: Pair,
-        prompts: Prompts,
+        prompts: PromptsAndTexts,
         vocab_size: int,
         *,
         fixed: bool = False,
         table: str = "teacher",
         aligned: float = 1.0,
     ):
-        self._aligned = aligned
-        self.scorer, self.pair, self.prompts = scorer, pair, prompts
+        super().__init__(scorer, prompts)
+        self.prompts: PromptsAndTexts = prompts
+        self.pair, self._aligned = pair, aligned
         self._vocab_size, self._table = vocab_size, table
         self._by_rows = ByRows(pair, fixed=fixed)
         self._totals = Counter[str]()
@@ -128,15 +137,13 @@ class OwnTokenizerScorer:
         return Limits(vocab_size=self._vocab_size, max_logprobs=self._vocab_size)
 
     @property
-    def starts(self) -> int | None:
-        """Starts that the teacher's server has named."""
-        return starts_of(self.scorer)
+    def gives_any_ids(self) -> bool:
+        """No: some ids are not resolved."""
+        return False
 
-    @property
-    def sampler(self) -> Sampler | None:
-        """The teacher's sampler, whose answers are encoded for the student."""
-        sampler = self.scorer.sampler
-        return None if sampler is None else OwnTokenizerSampler(sampler, self.pair, self.prompts)
+    def reading(self, sampler: Sampler) -> Sampler:
+        """Return the teacher's sampler, whose answers are encoded for the student."""
+        return OwnTokenizerSampler(sampler, self.pair, self.prompts)
 
     def score(
         self,
@@ -153,15 +160,21 @@ class OwnTokenizerScorer:
                 'a teacher with tokenizer = "own" scores top-K supports of its own choice under '
                 "its own prompt; set k to a number and chosen_by to 'teacher'"
             )
-        plans = [self._plan(rollout) for rollout in rollouts]
-        readings = self.readings(rollouts, plans)
+        by_rollout = [self.pieces(rollout) for rollout in rollouts]
+        pieces = [piece for own in by_rollout for piece in own]
+        plans = [self._plan(piece.rollout) for piece in pieces]
+        readings = [*map(self._reading, pieces, plans)]
         self._check_fits(readings)
-        found, read = [], self._rows(readings)
-        for rollout, plan, given in zip(rollouts, plans, read, strict=True):
+        found = []
+        for plan, given in zip(plans, self._rows(readings), strict=True):
             scores, totals = self._by_rows.scores(plan, given, support_size, self.size)
             self._totals.update(totals)
-            found.append(replace(scores, start=rollout.start))
-        return found
+            found.append(scores)
+        answers = iter(found)
+        return [
+            joined(rollout, [(piece, next(answers)) for piece in own])
+            for rollout, own in zip(rollouts, by_rollout, strict=True)
+        ]
 
     def _rows(self, readings: Sequence[Rollout]) -> Iterable[Scores]:
         if self.ids_read <= WHOLE_UP_TO:
@@ -169,12 +182,10 @@ class OwnTokenizerScorer:
         # Whole rows of a large vocabulary fill the memory: those of one rollout at a time.
         return (self.scorer.score([one], self.ids_read)[0] for one in readings)
 
-    def readings(
-        self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
-    ) -> list[Rollout]:
-        """Return what the teacher reads of each rollout, in its own tokens, ``plans`` of them."""
-        plans = plans or [self._plan(rollout) for rollout in rollouts]
-        return [self._reading(rollout, plan) for rollout, plan in zip(rollouts, plans, strict=True)]
+    def readings(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return what the teacher reads of each rollout of one answer, in its own tokens."""
+        pieces = [self.pieces(rollout)[0] for rollout in rollouts]
+        return [self._reading(piece, self._plan(piece.rollout)) for piece in pieces]
 
     def known_request(self, rollout: Rollout) -> KnownRequest:
         """Return a request to the teacher's own scorer, in its own tokens, with its scores.
@@ -197,10 +208,17 @@ class OwnTokenizerScorer:
         limit = self.scorer.limits.max_model_len
         if limit is None:
             return None
-        ids = rollout.token_ids[rollout.start :].tolist()
+        for piece in self.pieces(rollout):
+            fits = self._fits(piece, limit)
+            if fits < piece.end - piece.start:
+                return piece.start + fits
+        return len(rollout.token_ids)
+
+    def _fits(self, piece: Piece, limit: int) -> int:
+        """Return how many tokens of an answer fit into the teacher's window."""
+        ids = piece.rollout.token_ids[piece.start :].tolist()
         # One token less than the window, and the end behind the text.
-        most = limit - 2 - len(self.prompts(rollout.token_ids[: rollout.start].tolist()))
-        length = len(ids)
+        most, length = limit - 2 - len(piece.prompt), len(ids)
         while length and most > 0 and len(self.pair.student.bytes_of(ids[:length])) > most:
             teacher_ids = plan_of(self.pair, ids[:length]).teacher_ids
             if len(teacher_ids) <= most:
@@ -208,7 +226,7 @@ class OwnTokenizerScorer:
             last = self.pair.teacher.starts(teacher_ids)[most]
             ends = self.pair.student.starts(ids[:length])[1:]
             length = min(length - 1, bisect_right(ends, last))
-        return rollout.start + (length if most > 0 else 0)
+        return length if most > 0 else 0
 
     def check(self, problems: Sequence[Problem], max_tokens: int, rule: Rule) -> list[str]:
         """Check the teacher's window, its server's limits, and its server's tokenizer.
@@ -230,11 +248,9 @@ class OwnTokenizerScorer:
                 f'[{self._table}], backend = "transformers" or "vllm" and no url), or choose a '
                 "teacher whose tokenizer splits texts as the student's does."
             )
-        prompts = self.prompts
-        assert isinstance(prompts, TeacherPrompts)
-        warnings = self._check_window(prompts, problems, max_tokens, rule) if problems else []
+        warnings = self._check_window(problems, max_tokens, rule) if problems else []
         try:
-            was_asked = live is None or check_served_tokenizer(prompts.teacher, live)
+            was_asked = live is None or check_served_tokenizer(self.prompts.tokenizer, live)
         except PreflightError as error:
             raise PreflightError(
                 f"The teacher's server and the tokenizer of its `model` differ: {error} With "
@@ -249,10 +265,6 @@ class OwnTokenizerScorer:
         metrics = {f"xtok/{name}": value for name, value in means(self._totals).items()}
         self._totals.clear()
         return metrics
-
-    def close(self) -> None:
-        """Close the teacher's scorer."""
-        self.scorer.close()
 
     @property
     def size(self) -> int:
@@ -283,11 +295,10 @@ class OwnTokenizerScorer:
                     f'"score_head" in [{self._table}] to train on what fits.'
                 )
 
-    def _check_window(
-        self, prompts: TeacherPrompts, problems: Sequence[Problem], max_tokens: int, rule: Rule
-    ) -> list[str]:
+    def _check_window(self, problems: Sequence[Problem], max_tokens: int, rule: Rule) -> list[str]:
         """Check that prompts and answers fit; return a warning where an unusual one may not."""
-        prompt, ratio = prompts.longest(problems), prompts.tokens_per_student_token(problems)
+        prompt = self.prompts.longest(problems)
+        ratio = self.prompts.tokens_per_student_token(problems)
         answer = ceil(max_tokens * ratio)
         if isinstance(live := live_of(self.scorer), LimitedServer):
             live.check_room(answer, self.ids_read, False, False)
@@ -315,16 +326,10 @@ class OwnTokenizerScorer:
             f'on_overflow = "score_head" in [{self._table}] to train on what fits.'
         ]
 
-    def _reading(self, rollout: Rollout, plan: Plan) -> Rollout:
+    def _reading(self, piece: Piece, plan: Plan) -> Rollout:
         """Return what the teacher reads, in its own tokens, with an end to score after the text."""
-        if not rollout.trained.all():
-            raise ValueError(
-                'a teacher with tokenizer = "own" reads one answer per rollout; rollouts of '
-                "several turns need the student's tokenizer"
-            )
-        prompt = self.prompts(rollout.token_ids[: rollout.start].tolist())
-        ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
-        return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
+        ids = torch.tensor([*piece.prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
+        return Rollout.not_sampled(ids, len(piece.prompt), piece.rollout.finish_reason)
 
 
 def served_ids(size: int) -> int:
@@ -393,14 +398,15 @@ def dense(read: Scores, plan: Plan, size: int) -> Float[Tensor, "rows vocab"]:
     return rows
 
 
-class OwnTokenizerSampler:
+class OwnTokenizerSampler(OwnPromptSampler):
     """A teacher's sampler for a student with another tokenizer: its answers are encoded again.
 
     Their log mu is NaN: the teacher drew other tokens.
     """
 
-    def __init__(self, sampler: Sampler, pair: Pair, prompts: Prompts):
-        self._sampler, self._pair, self._prompts = sampler, pair, prompts
+    def __init__(self, sampler: Sampler, pair: Pair, prompts: TeacherPrompts):
+        super().__init__(sampler, prompts)
+        self._pair = pair
 
     @property
     def limits(self) -> Limits:
@@ -430,10 +436,3 @@ class OwnTokenizerSampler:
             "length" if len(ids) > most else rollout.finish_reason,
             rollout.prompt_index,
         )
-
-    def update_weights(self, model: nn.Module) -> None:
-        """Refuse: a teacher's weights are fixed."""
-        raise NotImplementedError("the weights of a teacher are fixed")
-
-    def close(self) -> None:
-        """Do nothing: the scorer closes its sampler."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from prime_composer.problems.prompts import (
     around_answer,
     ends_of_chat,
     prompt_text,
-    render_prompt,
 )
 from prime_composer.teachers.compatibility import PreflightError, check_tokenizers
+from prime_composer.teachers.own_prompt import TeacherPrompts
 
 COUNTED_PROBLEMS = 2000
 """Problems on whose texts two tokenizers are compared."""
@@ -30,82 +29,40 @@ COUNTED_ANSWERS = 200
 LONGER = 1.2
 """Margin on that number."""
 
-Prompts = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the teacher's prompt of a student's."""
 
+class PromptsAndTexts(TeacherPrompts):
+    """The prompts of a teacher with another tokenizer, and the data's texts in both."""
 
-class TeacherPrompts:
-    """The prompts of a recipe's problems, in the teacher's tokens.
-
-    Called with the student's token ids of a prompt, it returns the teacher's.
-    """
-
-    def __init__(
-        self,
-        problem_set: ProblemSet,
-        student: Any,
-        teacher: Any,
-        student_prompt: Callable[[Problem], Sequence[int]],
-    ):
-        self.problem_set, self.student, self.teacher = problem_set, student, teacher
-        self._student_prompt = student_prompt
-        self._problems: dict[tuple[int, ...], Problem] = {}
-        # A problem is asked in many steps.
-        self._prompt = cache(self._rendered)
-
-    def __call__(self, prompt: Sequence[int]) -> list[int]:
-        """Return the teacher's prompt of the problem whose prompt this is."""
-        if not self._problems:
-            self._problems = {
-                tuple(self._student_prompt(problem)): problem
-                for problem in [*self.problem_set.held_out, *self.problem_set.practice]
-            }
-        problem = self._problems.get(tuple(prompt))
-        if problem is None:
-            raise ValueError(
-                'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
-                "of no problem of the recipe"
-            )
-        return self._prompt(problem)
+    def __init__(self, student: Any, *args: Any):
+        super().__init__(*args)
+        self.student = student
 
     def texts(self) -> list[str]:
         """Return prompts and worked answers of the first problems to train on, as text."""
         return [
             text
             for problem in self.problem_set.practice[:COUNTED_PROBLEMS]
-            for text in (
-                prompt_text(problem, self.problem_set.config_of(problem)),
-                self.answer(problem),
-            )
+            for text in (prompt_text(problem, self.config_of(problem)), self.answer(problem))
         ]
 
     def answer(self, problem: Problem) -> str:
         """Return the data's answer as it follows the prompt."""
-        return answer_text(problem.answer, self.problem_set.config_of(problem))
+        return answer_text(problem.answer, self.config_of(problem))
 
     def written(self, problems: Sequence[Problem]) -> list[str]:
         """Return the data's answers of the first problems; their prompts where it has none."""
         counted = problems[:COUNTED_ANSWERS]
         texts = [self.answer(problem) for problem in counted if problem.answer.strip()]
-        return texts or [
-            prompt_text(problem, self.problem_set.config_of(problem)) for problem in counted
-        ]
-
-    def longest(self, problems: Sequence[Problem]) -> int:
-        """Return how many of the teacher's tokens the longest prompt has."""
-        return max(len(self._prompt(problem)) for problem in problems)
+        return texts or [prompt_text(problem, self.config_of(problem)) for problem in counted]
 
     def tokens_per_student_token(self, problems: Sequence[Problem]) -> float:
         """Return how many of the teacher's tokens one of the student's may take, with a margin."""
         texts = self.written(problems)
         own, other = (
             sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-            for tokenizer in (self.teacher, self.student)
+            for tokenizer in (self.tokenizer, self.student)
         )
         return max(1.0, LONGER * own / max(1, other))
-
-    def _rendered(self, problem: Problem) -> list[int]:
-        return render_prompt(problem, self.problem_set.config_of(problem), self.teacher)
 
 
 def make_pair(
@@ -168,14 +125,20 @@ def aligned_share(pair: Pair, texts: Iterable[str]) -> float:
     return sum(found) / len(found) if found else 1.0
 
 
-def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:
+def lead_of(
+    tokenizer: Any,
+    problem_set: ProblemSet,
+    table: str,
+    config_of: Callable[[Problem], DataConfig] | None = None,
+) -> bytes:
     """Return what a model writes in front of an answer, and is no part of it: a space, or nothing.
 
     The chat template decides: some write a space between its prompt and the answer, so that the
     first token begins with one. Without a template the answer has the space itself.
     """
     first = {problem.environment: problem for problem in reversed(problem_set.practice)}
-    leads = {_lead(tokenizer, one, problem_set.config_of(one)) for one in first.values()}
+    config_of = config_of or problem_set.config_of
+    leads = {_lead(tokenizer, one, config_of(one)) for one in first.values()}
     if len(leads) > 1:
         raise PreflightError(
             f'[{table}] tokenizer = "own": with a chat template an answer follows a space, and '

@@ -51,7 +51,6 @@ from prime_composer.teachers.compatibility import (
     special_tokens,
     tokenizer_hash,
 )
-from prime_composer.teachers.mixture import READ_THEIR_OWN
 from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.server import ServerScorer
@@ -86,7 +85,7 @@ class Target:
     @property
     def asked(self) -> Scorer | None:
         """The scorer that asks the teacher, in the teacher's tokens and with its prompts."""
-        return self.scorer.scorer if isinstance(self.scorer, READ_THEIR_OWN) else self.scorer
+        return self.scorer.scorer if isinstance(self.scorer, OwnPromptScorer) else self.scorer
 
 
 def probe_teacher(
@@ -212,7 +211,7 @@ def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) 
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
         raise NotMeasured("there are no rollouts of problems")
-    if target.has_own_tokenizer or isinstance(target.scorer, OwnPromptScorer):
+    if isinstance(target.scorer, OwnPromptScorer):
         raise NotMeasured("it reads prompts of its own")
     has_template = getattr(tokenizer, "chat_template", None) is not None
     chats = TeacherPromptConfig(chat_template=True if has_template else None)
