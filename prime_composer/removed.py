@@ -16,7 +16,8 @@ REMOVED: dict[str, str] = {
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
     "eval.samples": "leave it out, with eval.temperatures",
     "eval.temperatures": "leave it out; eval measures greedy answers",
+    "environments.NAME.api": "leave it out; each is of verifiers' API v1",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
-"""Key of a recipe, ``loss.type=NAME``, or key of an environment variable's JSON as
-``VARIABLE.KEY`` -> what to do instead, without a full stop."""
+"""Key of a recipe, with NAME for any name of a table, ``loss.type=NAME``, or key of an environment
+variable's JSON as ``VARIABLE.KEY`` -> what to do instead, without a full stop."""

@@ -61,7 +61,7 @@ def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
         ({"id": 3}, "environments.rev.id: Input should be a valid string"),
         ({"args": {"id": "x"}}, "environments.rev.args: `id` is written beside args"),
         ({"args": 3}, "environments.rev.args: Input should be a valid dictionary"),
-        ({"api": "v2"}, "environments.rev.api: Input should be 'v0' or 'v1'"),
+        ({"api": "v1"}, "environments.rev.api was removed: leave it out"),
         ({"max_turns": 0}, "environments.rev.max_turns"),
         ({"timeout": 0}, "environments.rev.timeout"),
         ({"use": "eval", "ratio": 2.0}, "ratio is a share of the prompts to train on"),
