@@ -74,8 +74,8 @@ def examine(sources: Sources, place: str = "") -> Report:
     except OldVersion as old:
         lost = tuple(road for road in ROADS if old.name != "v0.6" or road not in PLAIN)
         plain = (each for each in findings if set(PLAIN) & set(each.capability.roads))
-        version = Finding(Capability("version", lost, ()), None, (str(old),), old.name)
-        return Report(place, (*plain, version), old)
+        said = Finding(Capability("version", lost, ()), None, (str(old),), old.name)
+        return Report(place, (*plain, said), old)
     except UnknownSurface:
         unknown = ("no record of a version has this form of its configs",)
         return Report(place, (*findings, Finding(TOML, None, unknown)))

@@ -182,14 +182,19 @@ def loss_contracts() -> tuple[LossContract, ...]:
 
 
 def versions_that_run() -> str:
-    """Return the versions of prime-rl to install, for messages."""
-    newer = [version.name for version in VERSIONS.values() if not version.commit]
-    return f"{(NEWEST_RUN.commit or '')[:8]} or newer ({', '.join(newer)})"
+    """Return the version of prime-rl to install, for messages, and those that nobody has run."""
+    read = ", ".join(version.name for version in VERSIONS.values() if not version.commit)
+    return f"{(NEWEST_RUN.commit or '')[:8]} ({read}: read in part, never run)"
 
 
 def known_versions() -> str:
     """Describe all supported versions, for error messages."""
-    return f"{versions_that_run()}; v0.6 with the five lines in [trainer.loss]"
+    newer = (
+        f"{version.name} "
+        f"({f'read at {version.commit[:8]}' if version.commit else 'read in part, never run'})"
+        for version in VERSIONS.values()
+    )
+    return "; ".join(["v0.6 (the five lines in [trainer.loss] alone)", *newer])
 
 
 def probe_contract(module: ModuleType) -> LossContract:
