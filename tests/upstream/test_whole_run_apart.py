@@ -20,39 +20,27 @@ APART = {"apart": True, "plugin": True, "words": True}
 STUDENT_CANDIDATES = "student_candidates"
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param("v0.7", marks=other),
-        pytest.param("v0.8", marks=other),
-        pytest.param("head", marks=newest),
-    ],
-)
-def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path, version):
+@newest
+def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path):
     """The divergence of the first step is that of sums in float64, in the teacher's template."""
-    check(whole_run.run(version, trees, models, tmp_path, TOP_K, **APART), version)
+    check(whole_run.run(trees, models, tmp_path, TOP_K, **APART))
 
 
 @pytest.mark.parametrize(
-    "version,asked_by",
-    [
-        pytest.param("v0.6", None, marks=other),
-        pytest.param("head", None, marks=newest),
-        pytest.param("head", "trainer", marks=other),
-    ],
+    "asked_by",
+    [pytest.param(None, marks=newest), pytest.param("trainer", marks=other)],
 )
-def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, version, asked_by):
+def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, asked_by):
     """It trained to its end, with losses like any others: no id was outside of the vocabulary."""
     how = {"apart": True, "declared": False, "asked_by": asked_by}
     with pytest.raises(pytest.fail.Exception, match="other tokens than the student"):
-        whole_run.run(version, trees, models, tmp_path, TOP_K, **how)
+        whole_run.run(trees, models, tmp_path, TOP_K, **how)
     assert not [*tmp_path.rglob("broadcasts/step_1")]
 
 
 @other
 @pytest.mark.vllm
-@pytest.mark.parametrize("version", ["v0.8", "head"])
-def test_whole_run_has_a_server_that_sums_its_rows(trees, models, tmp_path, version):
+def test_whole_run_has_a_server_that_sums_its_rows(trees, models, tmp_path):
     """Real vLLM with the scoring plugin gets the pair's tables, and sums for the student's tokens.
 
     Its rows are sums of the float64 reference too: what is sent changes no number.
@@ -60,7 +48,7 @@ def test_whole_run_has_a_server_that_sums_its_rows(trees, models, tmp_path, vers
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     served = {"vllm": sys.executable, "by_vllm": ["teacher"]}
-    result = whole_run.run(version, trees, models, tmp_path, TOP_K, **APART, **served)
+    result = whole_run.run(trees, models, tmp_path, TOP_K, **APART, **served)
     first, second, *later = [
         request.get("status") for request in result["teacher"] if request["path"] == TABLES_PATH
     ]
@@ -69,13 +57,13 @@ def test_whole_run_has_a_server_that_sums_its_rows(trees, models, tmp_path, vers
     # The beginning of its first sequence is asked for again as of any teacher, without sums.
     assert asked.count(["sampled", "top_k", STUDENT_CANDIDATES]) >= cpu_recipe.BATCH
     assert asked[0][-1] == STUDENT_CANDIDATES
-    check(result, version)
+    check(result)
 
 
-def check(result, version):
+def check(result):
     """Check the numbers of a run against float64."""
     expected = reference(result)
-    rows = whole_run.metric_rows(result, version)
+    rows = whole_run.metric_rows(result)
     assert expected["asked"] and len(expected["tail_kl"]) == cpu_recipe.BATCH
     # bfloat16 models: the logits of both sides are rounded to 8 bits.
     assert whole_run.first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
