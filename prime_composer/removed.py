@@ -19,5 +19,4 @@ REMOVED: dict[str, str] = {
     "environments.NAME.api": "leave it out; each is of verifiers' API v1",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
-"""Key of a recipe, with NAME for any name of a table, ``loss.type=NAME``, or key of an environment
-variable's JSON as ``VARIABLE.KEY`` -> what to do instead, without a full stop."""
+"""Key of a recipe (NAME: any), ``loss.type=NAME``, ``VARIABLE.KEY`` of its JSON -> what instead."""

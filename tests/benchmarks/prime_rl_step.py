@@ -137,7 +137,6 @@ def samples(args, step, topk):
     They have four lengths that fill ``--seq-len``; a quarter of each is the prompt.
     """
     import torch
-
     from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
 
     generator = torch.Generator().manual_seed(step // 2)  # a pair trains on the same tokens

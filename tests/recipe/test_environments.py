@@ -28,7 +28,7 @@ def test_environment_by_id_keeps_what_it_says() -> None:
     rev = recipe.environments["rev"]
     assert isinstance(rev, EnvironmentConfig)
     assert (rev.id, rev.args, rev.ratio) == ("reverse-text", {"num_examples": 100}, 3.0)
-    assert (rev.max_turns, rev.timeout, rev.api) == (4, 60.0, None)
+    assert (rev.max_turns, rev.timeout) == (4, 60.0)
     assert list(recipe.sources) == ["rev", "sums"]
     assert list(recipe.problem_sources) == ["sums"]
     assert list(recipe.environments_by_id) == ["rev"]

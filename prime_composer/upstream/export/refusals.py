@@ -16,7 +16,7 @@ from prime_composer.recipe.schema import (
 )
 from prime_composer.recipe.urls import has_credentials, two_credentials
 from prime_composer.upstream.settings import TEACHER_KEYS, wire_support_size
-from prime_composer.upstream.versions.records import Version
+from prime_composer.upstream.versions.records import LOSS_V0_7, Version
 from prime_composer.upstream.versions.toml_shapes import ENVIRONMENTS
 
 RUN_LOCALLY = "or run the recipe with --engine local."
@@ -79,7 +79,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
     if policy is not None:
         refuse_policy_teacher(policy)
     refuse_asker(recipe.loss, recipe.teacher_tables, policy is not None)
-    provided = version.contract.provides(recipe.loss, adapter=True)
+    provided = LOSS_V0_7.provides(recipe.loss, adapter=True)
     try:
         require(recipe.loss, provided, "prime_rl", provider=f"prime-rl {version.name}")
     except ValueError as error:

@@ -115,7 +115,6 @@ class Version:
     commit: str | None
     # entries of ``config_surface`` that tell this version from all older ones
     surface: tuple[str, ...]
-    contract: LossContract = LOSS_V0_7  # its interface between trainer and loss
     places: Places = PLACES  # where [orchestrator] has the keys that main moved
     # key of [orchestrator] that is set to false so that rollouts without an advantage train. None:
     # no key does, and the adapter's orchestrator keeps them.
