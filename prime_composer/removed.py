@@ -14,8 +14,7 @@ REMOVED: dict[str, str] = {
     ),
     **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
-    "eval.samples": "leave it out, with eval.temperatures",
-    "eval.temperatures": "leave it out; eval measures greedy answers",
+    **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; eval is greedy"),
     "environments.NAME.api": "leave it out; each is of verifiers' API v1",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
