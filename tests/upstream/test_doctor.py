@@ -16,6 +16,8 @@ from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.sources import texts_of
+from tests.parity.outcomes import tree_env
+from tests.prime_rl_checkout import OLD
 from tests.upstream.export_recipes import recipe
 from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
@@ -257,6 +259,16 @@ def test_old_version_is_refused_in_one_sentence(monkeypatch, tree, name):
         doctor.require("adapter")
     assert str(ended.value) == f"prime_composer: {refused.value}"
     assert f"prime-rl {name} " in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_real_old_version_ends_a_process_with_the_variable(trees, version):
+    """Its trainer, started by hand: one sentence, before it trains its own loss."""
+    env = tree_env(trees(version), PRIME_COMPOSER="1")
+    command = [sys.executable, "-m", "prime_rl.entrypoints.trainer"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"prime-rl {version} " in done.stderr and "commit 5218d7f" in done.stderr
 
 
 def test_launch_asks_the_doctor_before_anything(misfit, monkeypatch, tmp_path):
