@@ -500,7 +500,7 @@ def spans(micro_batch):
     """Yield the slice of each packed sequence, up to the last token that trains."""
     mask = micro_batch[1]
     start = 0
-    for length in micro_batch[7]:
+    for length in micro_batch[5]:
         trained = [t for t in range(start, start + length) if mask[t]]
         if trained:
             yield slice(start, trained[-1] + 1)
@@ -679,7 +679,7 @@ def untrained_sequences(result):
         batches = msgspec.msgpack.decode(file.read_bytes())
         empty = [batch for batch in batches if not any(batch[1])]
         step = step_of(file.parent)
-        counts[step] = counts.get(step, 0) + sum(len(batch[7]) for batch in empty)
+        counts[step] = counts.get(step, 0) + sum(len(batch[5]) for batch in empty)
     return [counts[step] for step in sorted(counts)]
 
 

@@ -43,7 +43,7 @@ def trained_sequences(result):
         sequences = []
         for tokens, mask, *fields in msgspec.msgpack.decode(file.read_bytes()):
             start = 0
-            for length in fields[5]:
+            for length in fields[3]:
                 trained = [t for t in range(length) if mask[start + t]]
                 if trained:
                     sequences.append((tokens[start : start + trained[-1] + 1], trained))
