@@ -16,7 +16,7 @@ REMOVED: dict[str, str] = {
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
     "diloco.min_replicas": "leave it out; an outer step takes a majority of the islands",
     **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; answers are greedy"),
+    "environments.NAME.api": "leave it out; each is of verifiers' API v1",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
-"""Key of a recipe, ``loss.type=NAME``, or key of an environment variable's JSON as
-``VARIABLE.KEY`` -> what to do instead, without a full stop."""
+"""Key of a recipe (NAME: any), ``loss.type=NAME``, ``VARIABLE.KEY`` of its JSON -> what instead."""

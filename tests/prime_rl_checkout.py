@@ -13,14 +13,20 @@ from pathlib import Path
 
 from prime_composer.upstream.versions import records
 
-RUN = {name: version for name, version in records.VERSIONS.items() if version.commit}
-"""Versions of which a checkout has a whole tree."""
+VERSIONS = {"v0.6": "v0.6.0", "head": "HEAD"}
+"""Name of a version that we run: its git revision. "head" moves with the checkout."""
 
-VERSIONS = {name: "HEAD" if name == "head" else f"{name}.0" for name in RUN}
-"""Name of a version: its git revision. "head" moves with the checkout."""
-
-COMMITS = {name: version.commit for name, version in RUN.items()}
+COMMITS = {
+    "v0.6": "38494ccb4140897b1c9e7a9ba8da59dcd8940d47",
+    "head": records.NEWEST_RUN.commit,
+}
 """Name of a version: the full hash of the commit that its record was written from."""
+
+CONTRACTS = {"v0.6": records.LOSS_V0_6, "head": records.LOSS_V0_7}
+"""Name of a version: its loss contract."""
+
+OLD = {name: f"{name}.0" for name in records.OLD}
+"""Name of an old version, which the adapter refuses: its git revision."""
 
 BRANCHES = {
     "orchestrator clients": "4103b28559f801cb8275b01b98f79a29ede9afe6",
@@ -67,12 +73,12 @@ def find_checkout(option: str | None = None) -> Path | None:
 
 
 def commit_of(checkout: Path, version: str) -> str:
-    """Return the full hash of a version, or of one of ``BRANCHES``.
+    """Return the full hash of a version, or of one of ``OLD`` or ``BRANCHES``.
 
     Raises:
         CalledProcessError: the clone has no such commit.
     """
-    revision = {**VERSIONS, **BRANCHES}[version]
+    revision = {**OLD, **VERSIONS, **BRANCHES}[version]
     command = ["git", "-C", str(checkout), "rev-parse", "--verify", f"{revision}^{{commit}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

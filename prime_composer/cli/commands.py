@@ -405,9 +405,7 @@ RL = (
 )
 EXPORT = (
     option("config", metavar="FILE"),
-    option(
-        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
-    ),
+    option("--dialect", required=True, metavar="VERSION", help="head, v0.9 or main"),
     option("--output", metavar="FILE", help="where to; default: standard output"),
     option("--force", action="store_true", help="overwrite the file of --output"),
     OVERRIDES,

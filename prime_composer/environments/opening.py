@@ -75,11 +75,6 @@ def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False
     returns the messages after the prompt of a rollout that solves the task.
     """
     where = f"[environments.{name}] id = {config.id!r}"
-    if config.api == "v0":
-        raise RecipeError(
-            f"{where}: api = 'v0', and one machine runs environments of verifiers' v1 API; run the "
-            "recipe with --engine prime-rl (v0.6 to v0.8)"
-        )
     if find_spec("verifiers") is None:
         raise RecipeError(f"{where} needs the library verifiers: {pip_install('env')}")
     import_transformers()  # verifiers would import it beside a torchvision that breaks it
@@ -141,8 +136,8 @@ def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
     except (AttributeError, TypeError, ValueError) as error:
         if hasattr(sys.modules.get(_module_name(config.id)), "load_environment"):
             raise RecipeError(
-                f"{where} is an environment of verifiers' v0 API, and one machine runs those of "
-                "v1; run the recipe with --engine prime-rl (v0.6 to v0.8)"
+                f"{where} is an environment of verifiers' v0 API, and this package runs those of "
+                "v1: name one of them, or write its tasks as a Taskset"
             ) from error
         raise RecipeError(f"{where}: {error}") from error
     except Exception as error:

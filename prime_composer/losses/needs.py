@@ -49,7 +49,7 @@ NEEDS: dict[str, dict[Host, str]] = {
     "advantages": {
         "call": "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers.",
         "recipe": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
-        "prime_rl": "From v0.7 on prime-rl gives no advantages to tokens that a teacher scores. "
+        "prime_rl": "prime-rl gives no advantages to tokens that a teacher scores. "
         f"The adapter does. {START_ADAPTER} For sampled_reverse_kl alone, "
         'dialect = "v0_7" needs none.',
         "trl": f"It has no rewards: leave rl_mix and RL losses out. {_ONE_MACHINE_HAS_IT}",

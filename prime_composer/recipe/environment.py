@@ -33,22 +33,17 @@ class EnvironmentConfig(Used, Table):
 
     id: str = Field(json_schema_extra=CARRIED)
     """The environment's id as verifiers and prime-rl name it: ``name``, ``owner/name`` or
-    ``owner/name@version``. With ``api = "v1"`` it is a taskset's."""
+    ``owner/name@version``. It is a taskset's, of verifiers' API v1."""
 
     args: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
-    """Its own settings: the arguments of ``load_environment`` (v0), or the taskset's keys (v1).
-    Several environments take their system prompt here."""
-
-    api: Literal["v0", "v1"] | None = Field(default=None, json_schema_extra=CARRIED)
-    """The API of verifiers that it is written for. Unset: ``v1`` on one machine and from prime-rl
-    v0.8 on, ``v0`` before. One machine runs ``v1``."""
+    """Its own settings: the taskset's keys. Several environments take their system prompt here."""
 
     use: Literal["both", "train", "eval"] = Field(default="both", json_schema_extra=CARRIED)
     """Whether its tasks are trained on, evaluated, or both. With ``both``, evaluation may have the
     tasks of training. For other ones add a second environment with ``eval`` and its ``args``."""
 
     max_turns: int | None = Field(default=None, ge=1, le=MOST_TURNS, json_schema_extra=CARRIED)
-    """Most turns of the student per rollout. Unset: the environment's own limit. For ``v1``."""
+    """Most turns of the student per rollout. Unset: the environment's own limit."""
 
     timeout: float | None = Field(default=None, gt=0, json_schema_extra=CARRIED)
     """Seconds that a rollout may take. Unset: the engine's own limit."""

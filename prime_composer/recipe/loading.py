@@ -1,6 +1,7 @@
 """Read a recipe file, apply overrides, and explain what is wrong with it."""
 
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,9 +171,9 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
     """Return one pydantic error as one sentence that names the key and the remedy."""
     loc = item["loc"]
     key = abridged(".".join(str(part) for part in loc), 100)
-    if item["type"] == "extra_forbidden" and key in REMOVED:
-        return f"{key} was removed: {REMOVED[key]}"
     if item["type"] == "extra_forbidden":
+        if instead := REMOVED.get(re.sub(r"^environments\.[^.]*", "environments.NAME", key)):
+            return f"{key} was removed: {instead}"
         known = fields_at(loc[:-1], root, raw)
         near = nearest(str(loc[-1]), known, cutoff=0.5)
         hint = f"did you mean {near}?" if near else f"known here: {', '.join(sorted(known))}."

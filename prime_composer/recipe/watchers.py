@@ -161,7 +161,7 @@ class CheckpointConfig(Table):
     merge: bool = Field(
         default=False,
         json_schema_extra=not_carried(
-            "prime-rl writes a merged model up to v0.8, and the adapter from then on",
+            "prime-rl writes the adapter",
             harmless=(False,),
         ),
     )
@@ -169,10 +169,7 @@ class CheckpointConfig(Table):
     in float32, and the adapter is in its folder `adapter`. Unset: it is the adapter's directory."""
 
 
-LOGS_ALONE = not_carried(
-    "prime-rl logs lengths and entropy; up to v0.8 it can drop answers that are too sure for too "
-    'long: [[prime_rl.orchestrator.pre_batch_filters]] type = "repetition", enforce = true'
-)
+LOGS_ALONE = not_carried("prime-rl logs lengths and entropy")
 
 
 class CollapseConfig(Table):

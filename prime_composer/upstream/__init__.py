@@ -1,4 +1,4 @@
-"""The adapter for an unmodified prime-rl: v0.6 up to the commits that ``versions.records`` names.
+"""The adapter for an unmodified prime-rl, of the versions that ``versions.records`` names.
 
     settings        what all processes of a run share, in one environment variable
     versions/       one record per version of prime-rl, the one table of what we touch in it, and

@@ -34,7 +34,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "prime_rl.trainer.models.layers.lm_head": (f"{HEAD}:hook_head",),
     "prime_rl.trainer.models.layers.lm_head_gemma": (f"{HEAD}:hook_head",),
     "prime_rl.utils.cp": (f"{TRAINER}:hook_context_parallel",),
-    "prime_rl.orchestrator.utils": (f"{ORCHESTRATOR}:hook_teacher_logprobs",),
     "prime_rl.orchestrator.clients": (f"{ORCHESTRATOR}:hook_client",),
     "prime_rl.utils.client": (f"{ORCHESTRATOR}:hook_client",),
     "prime_rl.orchestrator.algo.opd": (f"{ORCHESTRATOR}:hook_algorithm",),

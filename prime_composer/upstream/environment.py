@@ -2,7 +2,7 @@
 
 A cluster then trains on the same problems as one machine. prime-rl imports environments by id: the
 wheel puts a top-level module ``prime_composer_problems`` beside the package, and its id is
-"prime-composer-problems". v0.6 calls ``load_environment``, v0.7 and newer use ``ProblemTaskset``.
+"prime-composer-problems".
 
 The settings are those of ``[data]``. The reward is the recipe's own metric of one answer, which
 prime-rl logs as ``correct``, or by the name of a graded metric. prime-rl's evaluation is the mean
@@ -63,49 +63,11 @@ def opening(problem: Problem, config: DataConfig) -> str | list[dict[str, str]]:
     return prompt_text(problem, config) if len(messages) == 1 else messages
 
 
-def load_environment(split: str = "train", rows_of: str | None = None, **settings: Any) -> Any:
-    """Return a single-turn environment of verifiers' first API, for prime-rl v0.6."""
-    import verifiers as vf
-    from datasets import Dataset
-
-    config = DataConfig.model_validate(settings)
-
-    def data_set(problems: list[Problem]) -> Any:
-        rows = [
-            {
-                "prompt": prompt_messages(problem, config),
-                "answer": problem.answer,
-                "info": {"question": problem.question},
-            }
-            for problem in problems
-        ]
-        return Dataset.from_list(rows)
-
-    def correct(completion: Any, answer: str, info: dict[str, Any], **_: Any) -> float:
-        if isinstance(completion, str):
-            text = completion
-        else:
-            text = str(completion[-1].get("content") or "")
-        return reward(text, Problem(info["question"], answer), config)
-
-    if config.graded:
-        correct.__name__ = config.metric
-
-    train = load_split(config, split, rows_of)
-    held_out = load_split(config, "test", rows_of)
-    return vf.SingleTurnEnv(
-        dataset=data_set(train),
-        # With rows_of there may be no held-out row that names this teacher.
-        eval_dataset=data_set(held_out) if held_out else None,
-        rubric=vf.Rubric(funcs=[correct] if config.scored else []),
-    )
-
-
 CLASSES = ("ProblemData", "ProblemTask", "ProblemTaskset", "ProblemTasksetConfig")
 
 
 def make_classes() -> dict[str, type]:
-    """Return the taskset of verifiers' second API and its parts, by the names of ``CLASSES``.
+    """Return the taskset and its parts, by the names of ``CLASSES``.
 
     The taskset's config has the fields of ``[data]``, ``split`` and ``rows_of``.
     """

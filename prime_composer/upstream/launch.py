@@ -36,6 +36,7 @@ from prime_composer.upstream.versions.records import (
     UnknownSurface,
     Version,
 )
+from prime_composer.upstream.versions.toml_shapes import output_dir_and_name, resume_table
 
 NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
 """Tables that a native prime-rl TOML has and a recipe does not have."""
@@ -64,7 +65,7 @@ class NativeRun:
         """Return the TOML document that prime-rl reads."""
         table = copy.deepcopy(self.export.table)
         if resume:
-            self.export.version.resume(table)
+            resume_table(table)
         return as_text(table, self.export.head)
 
     def start(self, resume: bool) -> int:
@@ -85,7 +86,7 @@ class NativeRun:
         """
         with tempfile.TemporaryDirectory(prefix="prime_composer-") as folder:
             table = copy.deepcopy(self.export.table)
-            merge(table, self.export.version.run_dir(Path(folder) / "run"))
+            merge(table, output_dir_and_name(Path(folder) / "run"))
             table.get("ckpt", {}).pop("output_dir", None)
             file = Path(folder) / self.file.name
             write_text(file, as_text(table, []))

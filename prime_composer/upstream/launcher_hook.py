@@ -15,7 +15,6 @@ from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SECTION,
     SWITCH,
-    WITHOUT_MESSAGES,
     AdapterSettings,
     names_ours,
     parse_loss_table,
@@ -24,8 +23,8 @@ from prime_composer.upstream.settings import (
 )
 from prime_composer.upstream.teachers import configured
 from prime_composer.upstream.versions import capabilities
-from prime_composer.upstream.versions.capabilities import RL_LOSS, UnknownSurface
-from prime_composer.upstream.versions.doctor import fits, require
+from prime_composer.upstream.versions.capabilities import UnknownSurface
+from prime_composer.upstream.versions.doctor import refuse_old, require
 
 ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")
 """Tables of prime-rl's config with variables of its processes, which override the launcher's."""
@@ -43,13 +42,15 @@ def hook_config(module: Any) -> None:
     """Let ``prime_rl.utils.config.cli`` resolve the settings of the config that it returns.
 
     It is a re-export of pydantic_config's (38494ccb and 559b4477). Every entry point copies it by
-    name later. An error is one line; ``PYTHONDEVMODE=1`` keeps the traceback.
+    name later, so that each process of an old version ends here, whatever trains there without our
+    hooks. An error is one line; ``PYTHONDEVMODE=1`` keeps the traceback.
     TODO(prime-rl): remove once the orchestrator's config has room for K.
     """
     cli = module.cli
 
     @functools.wraps(cli)
     def resolved(*args: Any, **kwargs: Any) -> Any:
+        in_one_line(refuse_old)
         config = cli(*args, **kwargs)
         in_one_line(resolve, config)
         return config
@@ -72,7 +73,7 @@ def in_one_line(function: Any, *args: Any) -> None:
 def hook_run_dir(module: Any) -> None:
     """Let the launcher begin a launch once its run directory is clean.
 
-    559b4477 utils/pathing.py:196, 38494ccb :152. Each launcher of prime-rl calls it at a start and
+    559b4477 utils/pathing.py:196. Each launcher of prime-rl calls it at a start and
     at a resume, a dry run included, before it writes a config or starts a process.
     """
 
@@ -139,8 +140,6 @@ def resolve(config: Any) -> None:
         )
     settings = settings.derived(loss_config)
     _check_rewards(config, settings, loss_config.type, in_file)
-    if settings.teacher_tokenizers and not fits(RL_LOSS):  # v0.6, one loss for all tokens
-        raise ValueError(WITHOUT_MESSAGES)
     if loss_config.compares_with_teacher:
         settings = _with_student(settings, trainer)
     if settings.trainer_asks and settings.teachers is None:
@@ -221,13 +220,12 @@ def _with_student(settings: AdapterSettings, trainer: Any) -> AdapterSettings:
 def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:
     """Check that a loss of rewards and teachers is where prime-rl will find it.
 
-    Where rl tokens have a loss of their own, a loss of both is called on them, so that
-    [trainer.loss] has to name it.
+    rl tokens have a loss of their own, and a loss of both is called on them, so that [trainer.loss]
+    has to name it.
     """
-    separates_kinds = fits(RL_LOSS)
-    if settings.rewards and separates_kinds:
+    if settings.rewards:
         require("rl")
-    if settings.rewards == "in_loss" and separates_kinds and not in_file:
+    if settings.rewards == "in_loss" and not in_file:
         raise ValueError(
             f"{SWITCH} names {name!r}, which reads rewards and a teacher. prime-rl has both for rl "
             f'tokens alone: write type = "custom", import_path = "{IMPORT_PATH}" into '
@@ -241,11 +239,11 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
                 f"min_abs_advantage = {smallest} takes tokens with small advantages out of it, the "
                 "teacher's part with them: set it to 0."
             )
-    if settings.rewards == "beside" and (in_file or not separates_kinds):
+    if settings.rewards == "beside" and in_file:
         raise ValueError(
-            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, from '
-            f"v0.7 on, and this run {'names ours there' if in_file else 'has one loss for all'}. "
-            "For one loss of rewards and a teacher use compose, or rl_mix of any loss."
+            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, and '
+            "this run names ours there. For one loss of rewards and a teacher use compose, or "
+            "rl_mix of any loss."
         )
 
 
@@ -261,7 +259,7 @@ def _refuse_offloading(model: Any, name: str) -> None:
 
     A loss of whole vocabularies multiplies with it between prime-rl's forward and backward. Two
     options keep it on the CPU between its uses, and were not run with such a loss:
-    ``fsdp_cpu_offload`` (38494ccb and 559b4477 trainer/model.py, ``setup_fsdp``) and
+    ``fsdp_cpu_offload`` (559b4477 trainer/model.py, ``setup_fsdp``) and
     ``full_offload`` (559b4477 trainer/optim/offload.py). Offloading of optimizer states or of
     activations leaves it where it is.
     """

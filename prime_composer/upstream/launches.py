@@ -23,8 +23,8 @@ SETTINGS = "settings.json"
 ORCHESTRATOR, TRAINER = "orchestrator", "trainer_"
 """Marks; a trainer's ends with its rank."""
 
-TRAINED = ("checkpoints", "broadcasts", "run_default/broadcasts")
-"""Folders of a run directory where a step leaves ``step_N``; v0.6 to v0.8 have the last one."""
+TRAINED = ("checkpoints", "broadcasts")
+"""Folders of a run directory where a step leaves ``step_N``."""
 
 HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
 """Python for whether an interpreter has our hooks, where ``sys`` is imported."""

@@ -6,16 +6,14 @@
 from typing import Any
 
 from prime_composer.upstream.environment import CLASSES, make_classes
-from prime_composer.upstream.environment import load_environment as load_environment
 
 __all__ = ["ProblemTaskset"]  # noqa: F822  made on first access
 
 
 def __getattr__(name: str) -> Any:
-    """Make the taskset's classes on first access.
+    """Make the taskset's classes on first access, as they need verifiers.
 
-    They need verifiers' second API, which prime-rl v0.6 does not have. pickle looks them up by
-    name in processes that have never imported the taskset.
+    pickle looks them up by name in processes that have never imported the taskset.
     """
     if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

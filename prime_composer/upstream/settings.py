@@ -10,7 +10,7 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         prime-rl's own config, FILE.toml or JSON. This form
                                         survives every shell, template and TOML
     {"loss": {...}, "rewards": "beside"}
-                                        and prime-rl's own rl loss trains the same tokens (v0.7 on)
+                                        and prime-rl's own rl loss trains the same tokens
     {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
                                         and the trainer asks the teachers, not the orchestrator
     {"loss": {...}, "teacher_tokenizers": {"NAME": "DIRECTORY"}, "student_tokenizer": "DIRECTORY"}
@@ -63,11 +63,6 @@ SET_SWITCH = (
 )
 """Remedy for an orchestrator without the adapter."""
 
-WITHOUT_MESSAGES = (
-    "prime-rl v0.6 passes token ids without their messages to what scores, and the prompt of a "
-    "teacher with a tokenizer of its own is rendered from messages: use v0.7 or later."
-)
-
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
@@ -114,9 +109,9 @@ class AdapterSettings(Table):
     """The adapter mixes or routes this run's teachers, so the orchestrator cannot do without it."""
 
     rewards: Literal["in_loss", "beside"] | None = None
-    """What the rewards of rollouts do that a teacher scores, from prime-rl v0.7 on. "in_loss": our
-    loss reads them. "beside": prime-rl's own rl loss reads them, for the same tokens. None:
-    nothing. A process derives "in_loss" from the loss."""
+    """What the rewards of rollouts do that a teacher scores. "in_loss": our loss reads them.
+    "beside": prime-rl's own rl loss reads them, for the same tokens. None: nothing. A process
+    derives "in_loss" from the loss."""
 
     asked_by: Literal["orchestrator", "trainer"] | None = None
     """Who asks the teachers. None: the trainer where the loss reads hidden states, otherwise the

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prime_composer.upstream.settings import TeacherEntry
-from prime_composer.upstream.versions.records import listed_environments
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
@@ -40,14 +39,10 @@ def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
 def configured(orchestrator: Any) -> Entries:
     """Return the teachers of the orchestrator's config, for the trainer to ask.
 
-    v0.6 has one client for all environments (38494ccb configs/orchestrator.py:505), later versions
-    one per environment (559b4477 configs/algorithm.py:307).
+    There is one client per environment (559b4477 configs/algorithm.py:307).
     """
-    teacher = getattr(orchestrator, "teacher", None)
-    if teacher is not None:
-        return _entries(teacher.client, teacher.model.name, "[orchestrator.teacher.client]")
     entries = {}
-    for environment in listed_environments(orchestrator.train):
+    for environment in orchestrator.train.source:
         name, algorithm = environment.resolved_name, environment.algo
         if algorithm.type == "opsd":
             raise ValueError(
@@ -64,13 +59,11 @@ def configured(orchestrator: Any) -> Entries:
 def _of_header(header: str) -> Any:
     try:
         entries = json.loads(header)
-        for environment in (isinstance(entries, Mapping) and list(entries)) or [None]:
-            read_entries(entries, environment)
+        read_entries(entries)
     except (ValueError, RecursionError):
         raise ValueError(
             f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
-            "weight}, or a table of such lists by environment. Its value is not shown: it may have "
-            "passwords."
+            "weight}. Its value is not shown: it may have passwords."
         ) from None
     return entries
 
@@ -79,16 +72,11 @@ def _entries(client: Any, model: str, place: str) -> Any:
     header = client.headers.get(HEADER)
     if header is not None:
         return _of_header(header)
-    urls = client.base_url if isinstance(client.base_url, list) else [client.base_url]
     others = [*client.headers, *getattr(client, "headers_from_env", {})]
     found = None
     dynamo = getattr(client, "dynamo", None)
-    if getattr(client, "elastic", None) is not None:
-        found = "an elastic pool"
-    elif dynamo is not None and dynamo.enabled:
+    if dynamo is not None and dynamo.enabled:
         found = "dynamo, which finds workers by itself"
-    elif len(urls) != 1:
-        found = f"{len(urls)} URLs"
     elif others:
         found = f"the headers {', '.join(others)}"
     if found is not None:
@@ -97,4 +85,4 @@ def _entries(client: Any, model: str, place: str) -> Any:
             "key alone. Put a router in front of the servers."
         )
     key_var = client.api_key_var
-    return [{"url": urls[0], "model": model, "weight": 1.0, "api_key_var": key_var}]
+    return [{"url": client.base_url, "model": model, "weight": 1.0, "api_key_var": key_var}]

@@ -1,6 +1,6 @@
 """Measure what our losses cost inside prime-rl's trainer, against prime-rl's own distillation.
 
-    python -m tests.benchmarks.prime_rl_step CHECKOUT [--whole] [--version head] [--k 32]
+    python -m tests.benchmarks.prime_rl_step CHECKOUT [--whole] [--k 32]
 
 With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3
 of ``--layers`` layers: its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one
@@ -77,7 +77,7 @@ def table_of(args):
         return None
     if args.variant.startswith("topk"):
         return {"type": "topk_reverse_kl", "k": args.k}
-    return {"type": "sampled_reverse_kl", "dialect": args.version}
+    return {"type": "sampled_reverse_kl", "dialect": "head"}
 
 
 def resident(field):
@@ -137,11 +137,7 @@ def samples(args, step, topk):
     They have four lengths that fill ``--seq-len``; a quarter of each is the prompt.
     """
     import torch
-
-    if args.version == "v0.6":
-        from prime_rl.transport.types import RoutedExperts, TrainingSample
-    else:
-        from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
+    from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
 
     generator = torch.Generator().manual_seed(step // 2)  # a pair trains on the same tokens
     whole = args.seq_len
@@ -164,66 +160,42 @@ def samples(args, step, topk):
                 data=packed.tobytes(), shape=list(packed.shape), dtype=str(packed.dtype)
             )
         mask = [t >= prompt for t in range(n)]
-        if args.version == "v0.6":
-            made.append(
-                TrainingSample(
-                    prompt_ids=tokens[:prompt],
-                    prompt_mask=mask[:prompt],
-                    completion_ids=tokens[prompt:],
-                    completion_mask=mask[prompt:],
-                    completion_logprobs=mu[prompt:],
-                    completion_temperatures=[1.0] * (n - prompt),
-                    env_name="bench",
-                    teacher_logprobs=teacher,
-                    advantage=0.0,
-                    reward=0.0,
-                    routed_experts=routed,
-                    training_mode="opd",
-                )
+        made.append(
+            TrainingSample(
+                token_ids=tokens,
+                mask=mask,
+                logprobs=mu,
+                temperatures=[1.0] * n,
+                env_name="bench",
+                ref_logprobs=teacher,
+                routed_experts=routed,
+                rl_weights=[0.0] * n,
+                ref_kl_weights=[float(m) for m in mask],
             )
-        else:
-            made.append(
-                TrainingSample(
-                    token_ids=tokens,
-                    mask=mask,
-                    logprobs=mu,
-                    temperatures=[1.0] * n,
-                    env_name="bench",
-                    ref_logprobs=teacher,
-                    routed_experts=routed,
-                    rl_weights=[0.0] * n,
-                    ref_kl_weights=[float(m) for m in mask],
-                )
-            )
+        )
     return made
 
 
 def send(args, folder, first, schedule):
     """Leave every step's micro-batches where prime-rl's receiver looks for them."""
     from prime_rl.trainer.batch import prepare_batch
+    from prime_rl.transports.rollouts import setup_micro_batch_sender
 
     transport = SimpleNamespace(type="filesystem")
     common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
-    if args.version == "v0.6":
-        from prime_rl.transport import setup_micro_batch_sender
-
-        common |= {"num_loras": 1}
-    else:
-        from prime_rl.transports.rollouts import setup_micro_batch_sender
     sender = setup_micro_batch_sender(folder, 1, first, transport)
     for step, on in enumerate(schedule):
         batch = samples(args, step, on and args.variant.startswith("topk"))
-        more = {"idxs": [0] * len(batch)} if args.version == "v0.6" else {}
-        sent = sender.send(prepare_batch(batch, **common, **more))
+        sent = sender.send(prepare_batch(batch, **common))
         if sent is not None:
             asyncio.run(sent)
 
 
-def adapter(table, slot):
+def adapter(table):
     """Put the adapter into this process; return a function that turns its hooks on and off."""
     import prime_rl.trainer.rl.loss as loss
 
-    own = getattr(loss, slot)
+    own = loss.ref_kl_loss_fn
     if table is not None:
         from prime_composer.upstream import autoload
         from prime_composer.upstream.trainer.hooks import hook_loss
@@ -240,20 +212,14 @@ def adapter(table, slot):
     if table is None:
         assert "prime_composer.losses" not in sys.modules
         return lambda on: None
-    hooked = [(loss, slot), (rl, "compute_loss"), (rl.DataLoader, "get_batch")]
+    hooked = [(loss, "ref_kl_loss_fn"), (rl, "compute_loss"), (rl.DataLoader, "get_batch")]
     hooked += [(head.FusedOutputLinear, "forward"), (head.VanillaOutputLinear, "forward")]
     ours = [getattr(owner, name) for owner, name in hooked]
     theirs = [own, *(function.__wrapped__ for function in ours[1:])]
-    bound = {}
-    if hasattr(rl, "setup_loss_fns"):  # v0.6 binds the slot once
-        setup = rl.setup_loss_fns
-        rl.setup_loss_fns = lambda config: bound.setdefault("fns", setup(config))
 
     def switch(on):
         for (owner, name), function in zip(hooked, ours if on else theirs, strict=True):
             setattr(owner, name, function)
-        if bound:
-            bound["fns"]["opd"] = ours[0] if on else own
 
     return switch
 
@@ -292,8 +258,8 @@ def whole(args):
 
     torch.set_num_threads(args.threads)
     schedule = plan(args)
-    table, old = table_of(args), args.version == "v0.6"
-    switch = adapter(table, "opd_loss_fn" if old else "ref_kl_loss_fn")
+    table = table_of(args)
+    switch = adapter(table)
     if args.variant == "topk naive":
         gather_naively()
     import prime_rl.trainer.rl.train as rl
@@ -321,8 +287,8 @@ def whole(args):
         "compile": None,
         "optim_cpu_offload": False,
         "fused_lm_head_token_chunk_size": args.chunk or "disabled",
-        "attn": "sdpa" if old else "flash_attention_2",
-        "impl": "hf" if old else "custom",
+        "attn": "flash_attention_2",
+        "impl": "custom",
         "debug": {"random_init": True},
     }
     loss = (
@@ -341,19 +307,7 @@ def whole(args):
     async def log(metrics, step=None, **_):
         rows.append(metrics)
 
-    if old:
-        history = [{"perf/peak_memory": 0.0}]
-        rl.setup_monitor = lambda *a, **k: SimpleNamespace(
-            log=lambda row, step=None: rows.append(row), history=history
-        )
-        rl.setup_tokenizer = lambda *a: None
-        idle = SimpleNamespace(
-            pack=lambda: None, _arm_watchdog=lambda: None, _disarm_watchdog=lambda: None
-        )
-        sys.modules["prime_rl.trainer.rl.data"].setup_packer = lambda **_: idle
-    else:
-        rl.monitors.log = log
-
+    rl.monitors.log = log
     setup_model = rl.setup_model
 
     def filled(*a, **k):  # prime-rl's random_init leaves the memory as it is
@@ -408,8 +362,8 @@ def head_only(args):
     from prime_composer.upstream.trainer.hooks import hook_loss
 
     n, k, table, schedule = args.tokens, args.k, table_of(args), plan(args)
-    slot = "opd_loss_fn" if hasattr(upstream, "setup_loss_fns") else "ref_kl_loss_fn"
-    places = [(upstream, "compute_loss"), (upstream, slot), (head.FusedOutputLinear, "forward")]
+    places = [(upstream, "compute_loss"), (upstream, "ref_kl_loss_fn")]
+    places.append((head.FusedOutputLinear, "forward"))
     theirs = [getattr(owner, name) for owner, name in places]
     if table is not None:
         hook_loss(upstream)
@@ -449,34 +403,20 @@ def head_only(args):
             the_adapter().begin(batch)
         out = linear(hidden, labels, temperature=torch.ones(1, n))
         logprobs = torch.cat([torch.zeros(1), out["logprobs"][0, :-1]])
-        common = dict(
+        loss, _ = upstream.compute_loss(
             trainer_logprobs=[logprobs],
             inference_logprobs=[mu],
             advantages=[advantages],
             loss_mask=[mask[0]],
+            ref_logprobs=[ref],
+            rl_weights=[torch.zeros(n)],
+            ce_weights=None,
+            ref_kl_weights=[mask[0].float()],
+            rl_loss_fn=None,
+            rl_scale=1,
+            ce_scale=1,
+            ref_kl_scale=int(mask.sum()),
         )
-        scale = int(mask.sum())
-        if hasattr(upstream, "setup_loss_fns"):
-            fns = {"opd": upstream.opd_loss_fn}
-            loss, _ = upstream.compute_loss(
-                **common,
-                teacher_logprobs=[ref],
-                loss_fns=fns,
-                loss_scale=scale,
-                training_mode="opd",
-            )
-        else:
-            loss, _ = upstream.compute_loss(
-                **common,
-                ref_logprobs=[ref],
-                rl_weights=[torch.zeros(n)],
-                ce_weights=None,
-                ref_kl_weights=[mask[0].float()],
-                rl_loss_fn=None,
-                rl_scale=1,
-                ce_scale=1,
-                ref_kl_scale=scale,
-            )
         loss.backward()
 
     columns = {"step": [], "peak": [], "growth": []}
@@ -550,7 +490,7 @@ def main(args):
     variants = [variant for variant in VARIANTS if args.only is None or variant in args.only]
     results = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as folder:
-        tree = extract(Path(args.checkout), args.version, Path(folder))
+        tree = extract(Path(args.checkout), "head", Path(folder))
         for number in range(args.rounds):
             turn = number % len(variants)
             one_round(args, tree, variants[turn:] + variants[:turn], results)
@@ -561,7 +501,7 @@ def main(args):
         batches = f"{args.micro_batches} x {args.seq_len} tokens"
         what = f"whole step, {args.layers} layers{tied}, {batches}, bfloat16"
     print(
-        f"prime-rl {args.version}, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, "
+        f"prime-rl, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, "
         f"{args.threads} thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs"
     )
     columns = ["step", "fwd/bwd", "peak", "growth"] if args.whole else ["step", "peak", "growth"]
@@ -582,7 +522,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkout")
-    parser.add_argument("--version", default="head", help="the whole step: head or v0.6")
     parser.add_argument(
         "--python", default=sys.executable, help="the Python of the environment that can import it"
     )

@@ -294,21 +294,18 @@ def test_export_writes_a_new_file_and_names_the_dialects(cli: Cli, tmp_path: Pat
     path = tmp_path / "out.toml"
     words = ("export", RECIPE, *LOCAL_MODELS, "--output", path, "--dialect")
     done = cli(*words, "v1")
-    assert done.returncode == 2 and "v0.6, v0.7, v0.8, head" in done.stderr and not path.exists()
+    assert done.returncode == 2 and "head, v0.9, main" in done.stderr and not path.exists()
     assert cli(*words, "head").returncode == 0
     native = tomllib.loads(path.read_text())
     assert native["trainer"]["loss"]["import_path"] == "prime_composer.upstream.loss_fn"
     assert native["trainer"]["loss"]["kwargs"]["type"] == "topk_reverse_kl"
-    done = cli(*words, "v0.6")
+    done = cli(*words, "v0.9")
     assert done.returncode == 2 and "--force" in done.stderr
     assert tomllib.loads(path.read_text()) == native
-    assert cli(*words, "v0.6", "--force").returncode == 0
-    old = tomllib.loads(path.read_text())
-    assert old["orchestrator"]["training_mode"] == "opd"
-    # As `rl --engine prime-rl` names it, in each version's own way.
-    name = Path(RECIPE).stem
-    assert native["output_dir"] == "outputs" and native["run"]["name"] == name
-    assert old["output_dir"] == f"outputs/{name}"
+    assert cli(*words, "v0.9", "--force").returncode == 0
+    assert tomllib.loads(path.read_text())["orchestrator"]["algo"]["type"] == "opd"
+    # As `rl --engine prime-rl` names it.
+    assert native["output_dir"] == "outputs" and native["run"]["name"] == Path(RECIPE).stem
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])

@@ -44,8 +44,6 @@ def recorded(version):
     """Return what goldens.json contains of a version: {(kind, case name): outcome}."""
     versions = json.loads(GOLDENS.read_text())["versions"]
     table = versions[version]
-    if isinstance(table, str):  # recorded as equal to an earlier version
-        table = versions[table]
     by_name = cases.cases(cases.CONTRACTS[version])
     outcomes = {}
     for kind, by_case in table.items():

@@ -43,21 +43,16 @@ def main(place: str | None) -> None:
     checkout = find_checkout(place)
     if checkout is None:
         raise SystemExit("no checkout of prime-rl: pass its path")
-    versions: dict[str, dict | str] = {}
+    versions: dict[str, dict] = {}
     commits = {version: commit_of(checkout, version) for version in VERSIONS}
     with tempfile.TemporaryDirectory() as folder:
         for version in VERSIONS:
             outcome = live(extract(checkout, version, Path(folder)), version, Path(folder))
             if isinstance(outcome, str):
                 raise SystemExit(outcome)
-            recorded = record(outcome["functions"])
-            same = [name for name, earlier in versions.items() if earlier == recorded]
-            versions[version] = same[0] if same else recorded
+            versions[version] = record(outcome["functions"])
     lines = []
     for version, table in versions.items():
-        if isinstance(table, str):
-            lines.append(f'"{version}": "{table}"')
-            continue
         kinds = [
             f'"{kind}": {{\n'
             + ",\n".join(f'"{name}": {json.dumps(row)}' for name, row in rows.items())

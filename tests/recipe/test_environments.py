@@ -28,7 +28,7 @@ def test_environment_by_id_keeps_what_it_says() -> None:
     rev = recipe.environments["rev"]
     assert isinstance(rev, EnvironmentConfig)
     assert (rev.id, rev.args, rev.ratio) == ("reverse-text", {"num_examples": 100}, 3.0)
-    assert (rev.max_turns, rev.timeout, rev.api) == (4, 60.0, None)
+    assert (rev.max_turns, rev.timeout) == (4, 60.0)
     assert list(recipe.sources) == ["rev", "sums"]
     assert list(recipe.problem_sources) == ["sums"]
     assert list(recipe.environments_by_id) == ["rev"]
@@ -61,7 +61,7 @@ def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
         ({"id": 3}, "environments.rev.id: Input should be a valid string"),
         ({"args": {"id": "x"}}, "environments.rev.args: `id` is written beside args"),
         ({"args": 3}, "environments.rev.args: Input should be a valid dictionary"),
-        ({"api": "v2"}, "environments.rev.api: Input should be 'v0' or 'v1'"),
+        ({"api": "v1"}, "environments.rev.api was removed: leave it out"),
         ({"max_turns": 0}, "environments.rev.max_turns"),
         ({"timeout": 0}, "environments.rev.timeout"),
         ({"use": "eval", "ratio": 2.0}, "ratio is a share of the prompts to train on"),

@@ -20,10 +20,8 @@ TWO = {
 """Two teachers."""
 
 
-LIKE_HEAD = ("head", "v0.9", "main")
-NEWER = ("v0.7", "v0.8", *LIKE_HEAD)
-ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source"} | dict.fromkeys(LIKE_HEAD, "source")
-"""Version: key of its environments."""
+VERSIONS = ("head", "v0.9", "main")
+"""Every version that recipes are exported for."""
 
 
 def shared(orchestrator, version):

@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import os
 import subprocess
 
 import pytest
 
 from tests.upstream.e2e import launch_run
-from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
+from tests.upstream.make_venvs import NO_VENV, is_ready, python_of
 
 MARK = "RESULT "
 LOOP = """
@@ -50,8 +49,6 @@ def environment_of(version, trees, folder, rig=False, **more):
     env = launch_run.environment(str(python_of(version)), tree, folder, **more)
     if not rig:
         del env["PRIME_CPU_RIG"]
-    if verifiers_of(version) is not None:
-        env["PYTHONPATH"] = f"{verifiers_of(version)}{os.pathsep}{env['PYTHONPATH']}"
     return env
 
 

@@ -2,9 +2,8 @@
 
     python tests/upstream/make_venvs.py [VERSION ... | all]
 
-A version is one of prime_composer/upstream/versions/records.py that can be run; "newest" is another
-name of "head". v0.6 needs other versions of libraries than the rest. v0.7 and v0.8 run in head's
-environment, each with its own verifiers first in PYTHONPATH.
+A version is v0.6 or head; "newest" is another name of "head". v0.6 needs other versions of
+libraries.
 
 An environment goes to ``prime_composer/venvs/NAME`` in the per-user cache directory, or below
 PRIME_COMPOSER_VENVS. It takes 1.7 GB and about two minutes with PyTorch's CPU build (set
@@ -32,9 +31,6 @@ REQUIREMENTS = dict.fromkeys(VERSIONS, "requirements_head.txt") | {"v0.6": "requ
 FOLDERS = {"requirements_v0.6.txt": "v0.6", "requirements_head.txt": "newest"}
 """Requirements file -> folder of its environment."""
 
-VERIFIERS = {"v0.7": "0.2.0", "v0.8": "0.2.2.dev76"}
-"""Version -> its verifiers, where they differ from those of its requirements."""
-
 NO_VENV = "no environment for it (python tests/upstream/make_venvs.py)"
 """The one reason for which a test that needs an environment is skipped."""
 
@@ -52,19 +48,13 @@ def python_of(version: str) -> Path:
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
-def verifiers_of(version: str) -> Path | None:
-    """Return a folder for PYTHONPATH, for a version that needs its own verifiers."""
-    return venvs_dir() / f"verifiers-{VERSIONS[version]}" if version in VERIFIERS else None
-
-
 def is_ready(version: str) -> bool:
     """Return whether the environment of a version exists."""
-    verifiers = verifiers_of(version)
-    return python_of(version).exists() and (verifiers is None or verifiers.exists())
+    return python_of(version).exists()
 
 
 def make(requirements: str) -> None:
-    """Make or update an environment, with the verifiers of all versions that run in it."""
+    """Make or update an environment."""
     names = [name for name, file in REQUIREMENTS.items() if file == requirements]
     python = python_of(names[0])
     if not python.exists():
@@ -72,12 +62,6 @@ def make(requirements: str) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, "-r", str(HERE / requirements)], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(REPO)], check=True)
-    for name in names:
-        verifiers = verifiers_of(name)
-        if verifiers is not None:
-            target = ["--target", str(verifiers), "--upgrade", "--no-deps"]
-            wanted = f"verifiers=={VERIFIERS[name]}"
-            subprocess.run([*pip, *target, wanted], check=True)
     print(f"{', '.join(names)}: {python.parents[1]}")
 
 

@@ -21,10 +21,10 @@ from tests.prime_rl_checkout import BRANCHES, COMMITS, find_checkout
 
 FILE = Path(__file__).with_name("signatures.json")
 TREES = {
-    **{version: COMMITS[version] for version in ("v0.6", "v0.7", "v0.8", "head")},
+    **COMMITS,
     **BRANCHES,
 }
-"""Tree -> its commit: the supported versions, and four branches with parts of the next contract."""
+"""Tree -> its commit: versions that we run, and four branches with parts of the next contract."""
 
 MAIN = "main"
 PLACES = {

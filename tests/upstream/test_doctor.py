@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -15,6 +16,8 @@ from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.sources import texts_of
+from tests.parity.outcomes import tree_env
+from tests.prime_rl_checkout import OLD
 from tests.upstream.export_recipes import recipe
 from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
@@ -25,14 +28,16 @@ HEAD = "prime_rl.trainer.models.layers.lm_head"
 CLIENTS = "prime_rl.orchestrator.clients:prefill_logprobs"
 SAMPLES = "prime_rl.orchestrator.trajectories:trace_to_samples"
 EVERY = list(ROADS)
-VERSION = {
-    **{name: name for name in ("v0.6", "v0.7", "v0.8", "head")},
-    "orchestrator clients": "head",
-    "two more fields": "v0.7",
-    "kept tokens": "head",
-    "inline images": "head",
+ADAPTER = EVERY[2:5]
+EXPECTED = {
+    "v0.6": ("v0.6", EVERY[2:]),  # the five lines alone
+    "head": ("as head", []),
+    "orchestrator clients": ("as head", []),
+    "two more fields": ("v0.7", EVERY),
+    "kept tokens": ("as head", ADAPTER),  # before the contract of episodes
+    "inline images": ("as head", []),
 }
-"""Tree -> the version whose TOML it reads, by hand."""
+"""Tree -> what its configs are like, and the roads that it costs, by hand."""
 
 
 def changed(tree, uses=None, **places):
@@ -52,11 +57,11 @@ def write(tree, folder):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_examine_fits_each_tree_that_runs(tree):
+def test_examine_says_which_roads_each_tree_has(tree):
     report = doctor.examine(stand_in(recorded(tree)))
-    lost = ["rl"] if tree == "v0.6" else []  # one loss for all tokens of a run
+    note, lost = EXPECTED[tree]
     assert report.working == [road for road in EVERY if road not in lost]
-    assert report.findings[-1].note == f"as {VERSION[tree]}"
+    assert report.findings[-1].note == note
 
 
 def test_examine_finds_each_name_where_main_has_it():
@@ -95,8 +100,8 @@ def test_examine_a_name_that_is_gone_costs_its_roads():
     (finding,) = report.misfits()
     assert report.working == ["losses", "slot", "export"]
     assert finding.verdict == (
-        "there is no orchestrator.clients:prefill_logprobs or utils.client:prefill_logprobs or "
-        "orchestrator.utils:compute_teacher_logprobs (costs adapter, full, rl)"
+        "there is no orchestrator.clients:prefill_logprobs or utils.client:prefill_logprobs "
+        "(costs adapter, full, rl)"
     )
 
 
@@ -130,22 +135,27 @@ def test_table_has_the_roads_then_what_differs(monkeypatch):
     assert not [line for line in lines if line.startswith("fits")]
     every = len(CAPABILITIES) + 1  # and the TOML
     assert lines[-2] == f"{every - 2} of {every} fit. The road adapter does not work."
-    assert [name for name in ("v0.6", "v0.7", "v0.8", "559b4477") if name not in lines[-1]] == []
+    assert "559b4477" in lines[-1] and "never run" in lines[-1]
     assert "\033" not in "".join(lines) and "\033[31m" in doctor.table(report, "rl", color=True)
     whole = doctor.table(report, "adapter", verbose=True).splitlines()
     assert len([line for line in whole if line.startswith("fits")]) == every - 2
     assert all(len(line) <= 105 for line in whole)
 
 
-def test_table_of_an_old_version_says_never_not_gone():
-    """v0.6 has one loss for all tokens of a run, and no newer version is any remedy to a user."""
-    report = doctor.examine(stand_in(recorded("v0.6")), "HERE")
-    for verbose in (False, True):
-        text = doctor.table(report, "adapter", verbose=verbose)
-        assert "GONE" not in text and "FAILS" not in text and "(not in v0.6)" in text
-        assert text.count("\nnever ") == 4 * verbose
-    assert report.working == [road for road in EVERY if road != "rl"]
-    assert doctor.as_json(report, "rl")["works"]["rl"] is False
+@pytest.mark.parametrize("tree,left", [("v0.6", ["losses", "slot"]), ("two more fields", [])])
+def test_table_of_an_old_version_says_what_to_do(tree, left):
+    """One finding in the place of all that is elsewhere there."""
+    report = doctor.examine(stand_in(recorded(tree)), "HERE")
+    name, _ = EXPECTED[tree]
+    lines = doctor.table(report, "adapter").splitlines()
+    assert lines[0] == f"prime-rl in HERE, {name}"
+    assert [line.split()[1] for line in lines[2:8] if line.startswith("works")] == left
+    (old,) = [at for at, line in enumerate(lines) if line.startswith("OLD")]
+    said = " ".join(line.strip() for line in lines[old + 1 : -2])
+    assert f"prime-rl {name} " in said and "559b4477" in said and "commit 5218d7f" in said
+    assert not any(line.startswith(("GONE", "DIFFERS")) for line in lines)
+    (version,) = report.misfits()
+    assert version.capability.roads == tuple(road for road in EVERY if road not in left)
 
 
 @pytest.mark.parametrize("part", ["src", "src/prime_rl"])
@@ -163,26 +173,26 @@ def test_doctor_reads_the_checkout_of_a_part_of_it(tmp_path, capsys, monkeypatch
 
 def test_doctor_exit_status_follows_the_road(tmp_path, capsys):
     folder = str(write("v0.6", tmp_path))
-    assert main(["doctor", "--source", folder]) == 0
-    assert capsys.readouterr().out.endswith("The road adapter works.\n")
-    assert main(["doctor", "--source", folder, "--road", "rl"]) == 1
-    assert capsys.readouterr().out.endswith("The road rl does not work.\n")
+    assert main(["doctor", "--source", folder, "--road", "slot"]) == 0
+    assert capsys.readouterr().out.endswith("The road slot works.\n")
+    assert main(["doctor", "--source", folder]) == 1
+    assert capsys.readouterr().out.endswith("The road adapter does not work.\n")
 
 
 def test_doctor_json_has_every_capability(tmp_path, capsys):
-    assert main(["doctor", "--source", str(write("v0.6", tmp_path)), "--json"]) == 0
+    assert main(["doctor", "--source", str(write("kept tokens", tmp_path)), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert said["road"] == "adapter" and said["works"]["adapter"] and not said["works"]["rl"]
+    assert said["road"] == "adapter" and said["works"]["slot"] and not said["works"]["rl"]
     assert len(said["capabilities"]) == len(CAPABILITIES) + 1
     by_name = {entry["name"]: entry for entry in said["capabilities"]}
-    assert by_name["own loss of rl tokens"] == {
-        "name": "own loss of rl tokens",
+    assert by_name["scores of opd"] == {
+        "name": "scores of opd",
         "place": None,
         "fits": False,
-        "misfits": ["there is no trainer.rl.loss:setup_rl_loss_fn"],
-        "roads": ["rl"],
+        "misfits": ["there is no orchestrator.algo.opd:OPDAlgorithm.score_episode"],
+        "roads": ADAPTER,
     }
-    assert by_name["distillation slot"]["place"] == "trainer.rl.loss:opd_loss_fn"
+    assert by_name["distillation slot"]["place"] == "trainer.rl.loss:ref_kl_loss_fn"
     assert {"torch", "vLLM", "verifiers", "prime-rl"} == set(said["environment"])
 
 
@@ -229,9 +239,36 @@ def test_require_says_what_differs_and_what_still_works(misfit):
         "  fused output head: trainer.models.layers.lm_head:FusedOutputLinear.forward requires "
         "mask, which we do not know (costs adapter, full, rl)\n"
         "The five lines in [trainer.loss] do fit (losses, slot). So does: export. All of it fits "
-        "prime-rl v0.6, v0.7, v0.8 or 559b4477."
+        "prime-rl 559b4477 (v0.9, main: read in part, never run)."
     )
     doctor.require("slot")
+
+
+@pytest.mark.parametrize("tree,name", [("v0.6", "v0.6"), ("two more fields", "v0.7")])
+def test_old_version_is_refused_in_one_sentence(monkeypatch, tree, name):
+    """With PRIME_COMPOSER in each process that reads a config, and by the launcher's own check."""
+    report = doctor.examine(stand_in(recorded(tree)))
+    monkeypatch.setattr(doctor, "examine_installed", lambda: report)
+    monkeypatch.setattr(doctor, "installed", lambda: ["somewhere"])
+    monkeypatch.setattr(doctor, "texts_of", lambda *_: stand_in(recorded(tree))._texts)
+    module = types.SimpleNamespace(cli=lambda: pytest.fail("it was asked before"))
+    launcher_hook.hook_config(module)
+    with pytest.raises(SystemExit) as ended:
+        module.cli()
+    with pytest.raises(UnknownSurface) as refused:
+        doctor.require("adapter")
+    assert str(ended.value) == f"prime_composer: {refused.value}"
+    assert f"prime-rl {name} " in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_real_old_version_ends_a_process_with_the_variable(trees, version):
+    """Its trainer, started by hand: one sentence, before it trains its own loss."""
+    env = tree_env(trees(version), PRIME_COMPOSER="1")
+    command = [sys.executable, "-m", "prime_rl.entrypoints.trainer"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"prime-rl {version} " in done.stderr and "commit 5218d7f" in done.stderr
 
 
 def test_launch_asks_the_doctor_before_anything(misfit, monkeypatch, tmp_path):

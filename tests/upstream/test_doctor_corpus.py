@@ -23,7 +23,7 @@ EXPECTED = {
     for words in group["commits"]
     for commit in words.split()
 }
-"""Commit -> the roads that do not work with it, and the version whose TOML it reads."""
+"""Commit -> the roads that do not work with it, and the version whose configs it has."""
 
 
 @pytest.fixture(scope="module")

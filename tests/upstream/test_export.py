@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import subprocess
 import tomllib
 from contextlib import suppress
 from dataclasses import replace
@@ -28,12 +27,9 @@ from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.versions import records
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import HEADER
-from tests.prime_rl_checkout import NO_CHECKOUT, REPO
+from tests.prime_rl_checkout import REPO
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
-    ENVIRONMENTS,
-    LIKE_HEAD,
-    NEWER,
     TWO,
     export_table,
     export_two,
@@ -62,50 +58,20 @@ def test_export_settings_that_all_versions_share(version):
     assert table["trainer"]["optim"]["lr"] == 1e-3
 
 
-def test_export_v0_6_teacher_is_the_runs_own():
-    orchestrator = export_table("v0.6")["orchestrator"]
-    assert orchestrator["training_mode"] == "opd"
-    assert orchestrator["teacher"] == {
-        "model": {"name": "a/teacher"},
-        "client": {"base_url": ["http://host:8001/v1"]},
-    }
-
-
-@pytest.mark.parametrize(
-    "version,url",
-    [
-        ("v0.7", ["http://host:8001/v1"]),
-        ("v0.8", ["http://host:8001/v1"]),
-        *((version, "http://host:8001/v1") for version in LIKE_HEAD),
-    ],
-)
-def test_export_newer_teacher_belongs_to_the_algorithm(version, url):
-    teacher = {"name": "a/teacher", "base_url": url}
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_teacher_belongs_to_the_algorithm(version):
+    teacher = {"name": "a/teacher", "base_url": "http://host:8001/v1"}
     orchestrator = export_table(version)["orchestrator"]
     assert shared(orchestrator, version)["algo"] == {"type": "opd", "teacher": teacher}
     assert ("algo" in orchestrator) is ("group_size" in orchestrator) is (version != "main")
 
 
-def test_export_v0_6_keeps_groups_with_equal_rewards():
-    filters = export_table("v0.6")["orchestrator"]["post_batch_filters"]
-    assert [entry["type"] for entry in filters] == ["gibberish", "repetition"]
-    assert "post_batch_filters" not in export_table("head")["orchestrator"]
-
-
-@pytest.mark.parametrize(
-    "version,message",
-    [
-        ("v0.6", r"from one model \(orchestrator.training_mode\)"),
-        ("v0.7", "asks no scores for sequences that a teacher samples"),
-        ("v0.8", "asks no scores for sequences that a teacher samples"),
-        ("head", r'apart from the student.s \(algo.type = "sft"; compute_loss'),
-    ],
-)
-def test_export_refuses_a_teacher_that_samples(version, message):
+def test_export_refuses_a_teacher_that_samples():
     """The refusal names the key and what of prime-rl stands against it."""
     raw = recipe(rollout={"other_source": "teacher", "student_fraction": 0.5})
+    message = r'apart from the student.s \(algo.type = "sft"; compute_loss'
     with pytest.raises(RecipeError, match=f"rollout.student_fraction = 0.5: .*{message}.* local"):
-        export_recipe(raw, version)
+        export_recipe(raw, "head")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -204,8 +170,8 @@ def test_export_refuses_a_least_advantage_beside_a_teacher(loss, refused):
     export_recipe(parse_recipe(raw), "main")
 
 
-DIALECTS = {"v0.6": "v0.6", "v0.7": "v0.7", "v0.8": "v0.7", "head": "v0.7", "v0.9": "v0.7"}
-DIALECTS["main"] = "main"
+DIALECTS = {"head": "v0.7", "v0.9": "v0.7", "main": "main"}
+"""Version -> the first one with its losses."""
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -253,7 +219,7 @@ def test_export_keeps_the_dialect_of_an_inner_loss():
     assert kwargs["rl_mix"]["loss"]["dialect"] == "v0.7"
 
 
-@pytest.mark.parametrize("name", [*VERSIONS, "v0_6", "v0_7", "v0_8", "v0_9"])
+@pytest.mark.parametrize("name", [*VERSIONS, "v0_9"])
 def test_every_spelling_of_a_version_is_read_everywhere(name):
     """By --dialect, by the loss, and as a table of native settings."""
     version = name.replace("_", ".")
@@ -264,16 +230,27 @@ def test_every_spelling_of_a_version_is_read_everywhere(name):
     export = export_recipe(parse_recipe(raw), name)
     assert export.version is VERSIONS[version] and export.table["seq_len"] == 9
     assert export.table["trainer"]["loss"]["kwargs"]["dialect"] == DIALECTS[version]
-    (entry,) = export.table["orchestrator"]["train"][ENVIRONMENTS[version]]
+    (entry,) = export.table["orchestrator"]["train"]["source"]
     assert entry["group_size"] == 3 and name not in entry
     assert parse_loss_table({"type": "ipo", "dialect": name}).dialect == DIALECTS[version]
-    other = "v0.6" if version != "v0.6" else "head"
+    other = "main" if version != "main" else "head"
     assert export_recipe(parse_recipe(raw), other).table["seq_len"] == 256
 
 
+@pytest.mark.parametrize("name", ["v0.6", "v0_6", "v0.7", "v0_8"])
+def test_export_for_an_old_version_says_what_to_do(name):
+    """Its name in either spelling; the losses' own dialects stay."""
+    with pytest.raises(RecipeError, match="559b4477.* at its commit 5218d7f") as refused:
+        export_recipe(recipe(), name)
+    assert name.replace("_", ".") in str(refused.value)
+    with pytest.raises(RecipeError, match=rf"prime_rl\.{name} .* leave the table out"):
+        export_table("head", prime_rl={name: {"seq_len": 1}})
+    assert parse_loss_table({"type": "ipo", "dialect": name}).dialect in ("v0.6", "v0.7")
+
+
 def test_export_refuses_two_spellings_of_one_version():
-    with pytest.raises(RecipeError, match=r"v0\.6 and v0_6 are one version: keep one"):
-        export_table("head", prime_rl={"v0.6": {"seq_len": 1}, "v0_6": {"seq_len": 2}})
+    with pytest.raises(RecipeError, match=r"v0\.9 and v0_9 are one version: keep one"):
+        export_table("head", prime_rl={"v0.9": {"seq_len": 1}, "v0_9": {"seq_len": 2}})
 
 
 def test_dialect_that_no_version_has_lists_the_known_ones():
@@ -283,11 +260,11 @@ def test_dialect_that_no_version_has_lists_the_known_ones():
 
 def test_export_native_settings_win():
     """A table named after a version counts for that version alone."""
-    extra = {"orchestrator": {"batch_size": 99}, "head": {"seq_len": 1}, "wandb": {"project": "p"}}
+    extra = {"orchestrator": {"batch_size": 99}, "head": {"seq_len": 1}, "monitors": {"file": {}}}
     assert export_table("head", prime_rl=extra)["orchestrator"]["batch_size"] == 99
     assert export_table("head", prime_rl=extra)["seq_len"] == 1
-    assert export_table("v0.6", prime_rl=extra)["seq_len"] == 256
-    assert "head" not in export_table("v0.6", prime_rl=extra)
+    assert export_table("main", prime_rl=extra)["seq_len"] == 256
+    assert "head" not in export_table("main", prime_rl=extra)
 
 
 @pytest.mark.parametrize(
@@ -367,32 +344,25 @@ def test_export_rewards_and_teacher_keep_zero_advantages(version, loss):
     table = export_recipe(parse_recipe({**tables(), "loss": loss}), version).table
     assert table["trainer"]["loss"]["kwargs"] == loss
     orchestrator = table["orchestrator"]
-    if version == "v0.6":
-        assert orchestrator["training_mode"] == "opd"
-    else:
-        assert shared(orchestrator, version)["algo"]["type"] == "opd"
-    filters = [entry["type"] for entry in orchestrator.get("post_batch_filters", [])]
+    assert shared(orchestrator, version)["algo"]["type"] == "opd"
     prunes = orchestrator["train"].get("filter_zero_advantages")
-    kept = {"head": ([], False), "v0.9": ([], False), "main": ([], None)}
-    assert (filters, prunes) == kept.get(version, (["gibberish", "repetition"], None))
+    assert prunes is (None if version == "main" else False)
 
 
-@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("loss", [{"type": "topk_reverse_kl"}, {"type": "default"}])
-def test_export_of_rewards_or_teacher_keeps_the_filters(version, loss):
+def test_export_of_rewards_or_teacher_keeps_prime_rls_pruning(version, loss):
     orchestrator = export_recipe(parse_recipe({**tables(), "loss": loss}), version).table[
         "orchestrator"
     ]
-    assert "post_batch_filters" not in orchestrator
     assert "filter_zero_advantages" not in orchestrator["train"]
 
 
-@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_export_self_distillation_with_rewards_keeps_zero_advantages(version):
     raw = {**tables(), "teacher": {"policy": {"update": "live"}}, "loss": REWARDED}
     orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
     assert shared(orchestrator, version)["algo"]["type"] == "opsd"
-    assert ("post_batch_filters" in orchestrator) is (version not in LIKE_HEAD)
     prunes = "filter_zero_advantages" in orchestrator["train"]
     assert prunes is (version in ("head", "v0.9"))
 
@@ -409,7 +379,6 @@ def test_export_of_the_whole_vocabulary_names_the_server(version):
     head = "\n".join(export.head)
     assert 'k = "full" reads hidden states' in head
     assert "prime-composer teacher --model a/teacher --port 8001" in head
-    assert ("teacher/bin/prime-composer" in head) is (version in ("v0.6", "v0.7"))
     assert "    inference " not in head and "max-logprobs" not in head
 
 
@@ -458,14 +427,14 @@ def policy_teacher(**policy):
         ("feedback", {"demo_key": "prime_composer:feedback", "template": "{demonstration}"}),
     ],
 )
-@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_export_self_distillation_is_opsd(version, hint, algorithm):
     """The adapter writes what the last two keys name."""
     table = export_recipe(policy_teacher(update="live", hint=hint), version).table
     assert shared(table["orchestrator"], version)["algo"] == {"type": "opsd", **algorithm}
 
 
-@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_export_self_distillation_renders_the_hint_as_the_policy(version):
     """prime-rl has a renderer for each."""
     raw = {**tables(), "teacher": {"policy": {"update": "live"}}}
@@ -487,11 +456,6 @@ def test_export_refuses_what_opsd_cannot_do(policy, key):
         export_recipe(policy_teacher(**policy), "head")
 
 
-def test_export_v0_6_has_no_self_distillation():
-    with pytest.raises(RecipeError, match="v0.6 has no self-distillation.*v0.7, v0.8, head"):
-        export_recipe(policy_teacher(update="live"), "v0.6")
-
-
 def test_export_prepared_model_has_to_be_built_first():
     parsed = load_recipe(REPO / "recipes" / "gsm8k_opd.toml")
     with pytest.raises(RecipeError, match="prime-composer prepare") as caught:
@@ -504,9 +468,7 @@ def test_export_prepared_model_has_to_be_built_first():
 
 def test_export_mixture_is_in_the_teachers_header():
     mixture = [{**A, "weight": 0.25}, {**B, "weight": 0.75}]
-    client = export_two("v0.6")["orchestrator"]["teacher"]["client"]
-    assert json.loads(client["headers"][HEADER]) == mixture
-    for version in NEWER:
+    for version in VERSIONS:
         table = export_two(version)
         teacher = shared(table["orchestrator"], version)["algo"]["teacher"]
         assert json.loads(teacher["headers"][HEADER]) == mixture
@@ -516,13 +478,11 @@ def test_export_mixture_is_in_the_teachers_header():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_export_each_server_has_its_own_api_key(version):
     def teacher_of(orchestrator):
-        if version == "v0.6":
-            return orchestrator["teacher"]["client"]
         return shared(orchestrator, version)["algo"]["teacher"]
 
     policy = {"backend": "server", "url": "http://policy:8000", "api_key_var": "POLICY_KEY"}
     table = export_table(version, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)
-    client = table["orchestrator"]["student" if version == "v0.6" else "model"]["client"]
+    client = table["orchestrator"]["model"]["client"]
     assert teacher_of(table["orchestrator"])["api_key_var"] == "MATH_KEY"
     assert client["api_key_var"] == "POLICY_KEY"
     teachers = {"a": TWO["a"], "b": {**TWO["b"], "api_key_var": "B_KEY"}}
@@ -537,31 +497,18 @@ def test_export_each_server_has_its_own_api_key(version):
 ROUTED = {"sums": {"teacher": "a"}, "code": {"teacher": "b", "ratio": 2.0, "seed": 1}}
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_export_newer_environment_has_its_own_teacher(version):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_environment_has_its_own_teacher(version):
     """prime-rl routes by itself: no adapter, no header."""
     table = export_two(version, environments=ROUTED)
     orchestrator = table["orchestrator"]
-    entries = {entry["name"]: entry for entry in orchestrator["train"][ENVIRONMENTS[version]]}
+    entries = {entry["name"]: entry for entry in orchestrator["train"]["source"]}
     ratios = {name: entry["ratio"] for name, entry in entries.items()}
     assert ratios == {"sums": 1.0, "code": 2.0}
     assert "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
     for name, expected in (("sums", A), ("code", B)):
         teacher = entries[name]["algo"]["teacher"]
-        urls = expected["url"] if version in LIKE_HEAD else [expected["url"]]
-        assert teacher == {"name": expected["model"], "base_url": urls}
-
-
-def test_export_v0_6_routes_in_the_header():
-    """v0.6 has one teacher's client, so the adapter routes."""
-    table = export_two("v0.6", environments=ROUTED)
-    entries = table["orchestrator"]["train"]["env"]
-    ratios = {entry["name"]: entry["ratio"] for entry in entries}
-    assert ratios == {"sums": 1.0, "code": 2.0}
-    header = table["orchestrator"]["teacher"]["client"]["headers"][HEADER]
-    routes = {"sums": [{**A, "weight": 1.0}], "code": [{**B, "weight": 1.0}]}
-    assert json.loads(header) == routes
-    assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
+        assert teacher == {"name": expected["model"], "base_url": expected["url"]}
 
 
 def test_export_rows_by_teacher_become_environments(tmp_path):
@@ -641,19 +588,10 @@ def test_head_has_the_command_of_a_teachers_server():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_head_has_the_commands_of_a_faster_server(version):
-    """v0.6 and v0.7 pin a vLLM without endpoint plugins: the server gets its own environment."""
+    """In the same environment."""
     head = export_recipe(recipe(loss={"k": 64}), version).head
     command = "prime-composer teacher --model a/teacher --port 8001 --host 0.0.0.0"
-    if version not in ("v0.6", "v0.7"):
-        assert f"    {command}" in head and not any("venv" in line for line in head)
-        return
-    first = head.index("    python3 -m venv teacher")
-    assert head[first + 1 : first + 3] == [
-        f"    teacher/bin/pip install 'vllm>=0.26,<0.33' -e '{REPO}[engine]'",
-        f"    teacher/bin/{command}",
-    ]
-    pin = {"v0.6": "0.22", "v0.7": "0.24"}[version]
-    assert any(f"prime-rl {version} pins vLLM {pin}," in line for line in head)
+    assert f"    {command}" in head
 
 
 @pytest.mark.parametrize("key", ["VLLM_API_KEY", "MY_KEY"])
@@ -670,12 +608,10 @@ def test_head_opens_a_teacher_to_the_network_if_it_is_elsewhere(host, key):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_head_says_how_to_log_to_wandb(version):
-    """In the table that the version has, unless the recipe or its [prime_rl] has it."""
-    table = "[wandb]" if version in ("v0.6", "v0.7", "v0.8") else "[monitors.wandb]"
+    """Unless the recipe or its [prime_rl] does."""
     said = [line for line in export_recipe(recipe(), version).head if "W&B" in line]
-    assert len(said) == 1 and table in said[0]
-    native = {"wandb": {"project": "p"}}
-    native = native if table == "[wandb]" else {"monitors": native}
+    assert len(said) == 1 and "[monitors.wandb]" in said[0]
+    native = {"monitors": {"wandb": {"project": "p"}}}
     for changes in ({"logging": {"wandb": {"project": "p"}}}, {"prime_rl": native}):
         assert "W&B" not in "".join(export_recipe(recipe(**changes), version).head)
 
@@ -705,17 +641,6 @@ def test_export_names_the_data_set(version):
     assert "hub_id" not in export_recipe(recipe(data={"source": "generated"}), version).text()
 
 
-def test_versions_without_plugins_pin_an_older_vllm(checkout):
-    """prime-rl's own lock files say so; vLLM 0.26 is the first with endpoint plugins."""
-    if checkout is None:
-        pytest.skip(NO_CHECKOUT)
-    for version in filter(lambda version: version.commit, VERSIONS.values()):
-        command = ["git", "-C", str(checkout), "show", f"{version.commit}:uv.lock"]
-        lock = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        (minor,) = set(re.findall(r'^name = "vllm"\nversion = "0\.(\d+)', lock, re.MULTILINE))
-        assert version.vllm_without_plugins == (f"0.{minor}" if int(minor) < 26 else None)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_head_names_the_option_for_float32_logits(version):
     text = export_recipe(recipe(), version).text()
@@ -732,7 +657,7 @@ def test_head_policys_own_server_that_scores():
 
 
 def test_export_unknown_dialect_lists_the_known_ones():
-    with pytest.raises(RecipeError, match="v0.6, v0.7, v0.8, head, v0.9, main"):
+    with pytest.raises(RecipeError, match="head, v0.9, main"):
         export_recipe(recipe(), "v1.0")
 
 
@@ -1020,25 +945,18 @@ def test_slurm_run_is_told_how_to_keep_the_package(capsys):
     assert f"#     {remedy}\n" in text and remedy in warning
     text, warning = slurm(slurm={"pre_run_command": "make it so"})
     assert f"#     {remedy}\n" in text and not warning
-    text, warning = slurm(**{"v0.6": {"slurm": {"job_name": "x"}}})
+    text, warning = slurm(**{"v0.9": {"slurm": {"job_name": "x"}}})
     assert remedy not in text and not warning
 
 
 def add_v1_1(monkeypatch):
-    """Add an invented version: another place for environments, another name for the teacher."""
-
-    def objective(orchestrator, environments, mixtures, base_url, algo):
-        (teacher,) = next(iter(mixtures.values()))
-        orchestrator["objective"] = {"teacher": teacher["model"], "at": base_url(teacher["url"])}
-
+    """Add an invented version: another place of the algorithm, another key of the pruning."""
     record = replace(
         VERSIONS["head"],
         name="v1.1",
         surface=("orchestrator.objective",),
-        environment_key="world",
-        teachers=objective,
-        run_dir=lambda run_dir: {"directory": str(run_dir)},
-        model_option="--serve",
+        places=VERSIONS["head"].places._replace(algo="objective"),
+        zero_advantages="train.prune",
     )
     monkeypatch.setitem(records.VERSIONS, "v1.1", record)
     return record
@@ -1052,13 +970,11 @@ def test_next_version_is_one_record(monkeypatch):
     assert records.match_version({"orchestrator.objective", *record.surface}) is record
     assert records.match_version(VERSIONS["head"].surface) is VERSIONS["head"]
     assert "v1.1" in records.known_versions()
-    export = export_recipe(load_recipe(path, ["output_dir=runs/x"]), "v1_1")
-    table = tomllib.loads(export.text())
-    assert table["directory"] == "runs/x"
-    assert len(table["orchestrator"]["train"]["world"]) == 1
+    export = export_recipe(load_recipe(path, ["loss.rl_mix.kd=0.5"]), "v1_1")
+    orchestrator = tomllib.loads(export.text())["orchestrator"]
     teacher = load_recipe(path).teacher
-    assert table["orchestrator"]["objective"]["teacher"] == teacher.model
-    assert f"    inference --serve {teacher.model}" in "\n".join(export.head)
+    assert orchestrator["objective"]["teacher"]["name"] == teacher.model
+    assert orchestrator["train"]["prune"] is False and "algo" not in orchestrator
     assert tomli_w.dumps(export.table) in export.text()
     with pytest.raises(RecipeError, match="v0.9, main, v1.1"):
         export_recipe(recipe(), "v1.0")

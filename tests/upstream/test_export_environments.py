@@ -1,4 +1,4 @@
-"""Export environments of verifiers by id: each version's shape, and what is refused.
+"""Export environments of verifiers by id: their shape, and what is refused.
 
 The expected tables are written from prime-rl's own config classes and recipes.
 ``test_prime_rl_reads_environments_by_id`` gives them to those classes.
@@ -14,9 +14,8 @@ from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.versions.records import VERSIONS
-from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
-from tests.upstream.export_recipes import ENVIRONMENTS, LIKE_HEAD, TWO, recipe, tables
+from tests.upstream.export_recipes import TWO, recipe, tables
 
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
@@ -38,81 +37,31 @@ def exported(version, environments=None, **changes):
 def trained(version, environments=None, **changes):
     """Return the environments to train on, by name."""
     train = exported(version, environments, **changes)["train"]
-    return {entry["name"]: entry for entry in train[ENVIRONMENTS[version]]}
+    return {entry["name"]: entry for entry in train["source"]}
 
 
-@pytest.mark.parametrize(
-    "version,shape",
-    [
-        ("v0.6", {"id": "reverse-text", "args": {"num_examples": 100}}),
-        ("v0.7", {"id": "reverse-text", "args": {"num_examples": 100}}),
-        (
-            "v0.8",
-            {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
-        ),
-        *(
-            (
-                version,
-                {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
-            )
-            for version in LIKE_HEAD
-        ),
-    ],
-)
-def test_environment_by_id_has_the_versions_shape(version, shape):
-    """Without `api` it is of verifiers' v0 before prime-rl v0.8, of v1 from there on."""
+@pytest.mark.parametrize("version", VERSIONS)
+def test_environment_by_id_is_a_source_with_an_agent(version):
+    shape = {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}}
     assert trained(version) == {"rev": {"name": "rev", "ratio": 1.0, **shape}}
 
 
-@pytest.mark.parametrize(
-    "version,api,shape",
-    [
-        (
-            "v0.7",
-            "v1",
-            {
-                "taskset": {"id": "x", "n": 1},
-                "harness": {"id": "null", "runtime": {"type": "subprocess"}},
-            },
-        ),
-        ("v0.8", "v0", {"legacy": {"id": "x", "args": {"n": 1}}}),
-    ],
-)
-def test_api_chooses_the_shape(version, api, shape):
-    """v0.7 and v0.8 run environments of both."""
-    environment = {"id": "x", "api": api, "args": {"n": 1}}
-    assert trained(version, {"e": environment})["e"] == {"name": "e", "ratio": 1.0, **shape}
-
-
-@pytest.mark.parametrize(
-    "version,api,place",
-    [
-        ("v0.6", "v0", {"timeout": 60.0}),
-        ("v0.7", "v0", {"timeout": {"rollout": 60.0}}),
-        ("v0.7", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
-        ("v0.8", "v0", {"env": {"agent": {"timeout": {"rollout": 60.0}}}}),
-        ("v0.8", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
-        *((v, "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}) for v in LIKE_HEAD),
-    ],
-)
-def test_limits_of_a_rollout_are_prime_rls_own(version, api, place):
-    """Turns for v1, seconds for both."""
-    turns = {"max_turns": 4} if api == "v1" else {}
-    environment = {"id": "x", "api": api, "timeout": 60, **turns}
-    entry = trained(version, {"e": environment})["e"]
-    table = entry["env"]["agent"] if version in ("v0.8", *LIKE_HEAD) and api == "v1" else entry
-    assert {key: table[key] for key in place} == place
+@pytest.mark.parametrize("version", VERSIONS)
+def test_limits_of_a_rollout_are_prime_rls_own(version):
+    """Turns and seconds."""
+    entry = trained(version, {"e": {"id": "x", "timeout": 60, "max_turns": 4}})["e"]
+    assert entry["env"]["agent"] == {**AGENT, "max_turns": 4, "timeout": {"rollout": 60.0}}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_native_settings_of_an_environment_win(version):
     """A table named after a version counts for that version alone."""
-    native = {"group_size": 3, "v0_6": {"max_retries": 1}, "head": {"serve": {"max_concurrent": 2}}}
+    native = {"group_size": 3, "v0_9": {"max_retries": 1}, "head": {"serve": {"max_concurrent": 2}}}
     entry = trained(version, {"rev": {"id": "x", "ratio": 2.0, "prime_rl": native}})["rev"]
     assert entry["group_size"] == 3 and entry["ratio"] == 2.0
-    assert ("max_retries" in entry) == (version == "v0.6")
+    assert ("max_retries" in entry) == (version == "v0.9")
     assert ("serve" in entry) == (version == "head")
-    assert not entry.keys() & {*VERSIONS, "v0_6"}
+    assert not entry.keys() & {*VERSIONS, "v0_9"}
 
 
 def test_native_harness_replaces_the_plain_chat():
@@ -135,20 +84,17 @@ USES = {
 def test_use_divides_training_from_evaluation(version):
     """Problems are in both, and their share of the evaluation's size counts those evaluated."""
     orchestrator = exported(version, USES, eval={"every": 2, "size": 90})
-    key = ENVIRONMENTS[version]
-    assert [entry["name"] for entry in orchestrator["train"][key]] == ["a", "c", "sums"]
-    evaluated = {entry["name"]: entry for entry in orchestrator["eval"][key]}
+    assert [entry["name"] for entry in orchestrator["train"]["source"]] == ["a", "c", "sums"]
+    evaluated = {entry["name"]: entry for entry in orchestrator["eval"]["source"]}
     assert list(evaluated) == ["b", "c", "sums"]
     size = {"select": {"limit": 30}} if version == "main" else {"num_examples": 30}
     assert {key: orchestrator["eval"].get(key) for key in size} == size
     assert ("num_examples" in orchestrator["eval"]) is (version != "main")
     assert evaluated["c"]["group_size"] == 2
-    b = evaluated["b"]
-    settings = b["env"]["taskset"] if version in ("v0.8", *LIKE_HEAD) else b["args"]
-    assert settings["split"] == "test"
+    assert evaluated["b"]["env"]["taskset"]["split"] == "test"
 
 
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", *LIKE_HEAD])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_environment_by_id_has_its_own_teacher(version):
     """As an environment of problems has. One for evaluation alone has none."""
     environments = {
@@ -160,46 +106,17 @@ def test_environment_by_id_has_its_own_teacher(version):
     table = raw(environments, **changes)
     del table["teacher"]
     orchestrator = export_recipe(parse_recipe(table), version).table["orchestrator"]
-    entries = {entry["name"]: entry for entry in orchestrator["train"][ENVIRONMENTS[version]]}
+    entries = {entry["name"]: entry for entry in orchestrator["train"]["source"]}
     models = {name: entry["algo"]["teacher"]["name"] for name, entry in entries.items()}
     assert models == {"rev": "a/first", "sums": "a/second"}
-    assert all("algo" not in entry for entry in orchestrator["eval"][ENVIRONMENTS[version]])
+    assert all("algo" not in entry for entry in orchestrator["eval"]["source"])
 
 
-def test_environment_by_id_is_routed_in_v0_6s_header():
-    """v0.6 has one teacher's client, so the adapter routes by the environment's name."""
-    table = raw({"rev": {"id": "x", "teacher": "a"}, "sums": {"teacher": "b"}}, teachers=TWO)
-    del table["teacher"]
-    client = export_recipe(parse_recipe(table), "v0.6").table["orchestrator"]["teacher"]["client"]
-    assert '"rev": [{"url": "http://a:8001/v1"' in client["headers"][HEADER]
-
-
-@pytest.mark.parametrize(
-    "version,environment,message",
-    [
-        (
-            "head",
-            {"id": "x", "api": "v0"},
-            r"environments.rev.api = 'v0': prime-rl head runs .* API v1. Export for v0.6 or v0.7 "
-            r"or v0.8\.$",
-        ),
-        (
-            "v0.6",
-            {"id": "x", "api": "v1"},
-            r"environments.rev.api = 'v1': prime-rl v0.6 runs .* API v0. Export for v0.7 .* "
-            "--engine local",
-        ),
-        (
-            "v0.7",
-            {"id": "x", "max_turns": 3},
-            "environments.rev.max_turns = 3: .* has its own limit of turns.* --engine local",
-        ),
-    ],
-)
-def test_environment_that_a_version_cannot_run_is_refused(version, environment, message):
-    """The message names the key and a way out."""
-    with pytest.raises(RecipeError, match=message):
-        exported(version, {"rev": environment})
+@pytest.mark.parametrize("key", ["v0_6", "v0.7", "v0_8"])
+def test_native_settings_for_an_old_version_are_refused(key):
+    """prime-rl would refuse the table with its own name."""
+    with pytest.raises(RecipeError, match=rf"prime_rl\.{key} .* leave the table out"):
+        exported("head", {"rev": {"id": "x", "prime_rl": {key: {"max_retries": 1}}}})
 
 
 def test_verdict_on_an_environment_by_id_is_refused():
@@ -214,36 +131,28 @@ def test_head_names_the_environments_to_install():
     head = export_recipe(parse_recipe(raw(USES)), "head").head
     place = head.index("Environments that have to be installed beside prime-rl:")
     assert head[place + 1] == "    x, y"
-    ours = raw({"orders": {"id": "prime-composer-orders", "api": "v1"}})
+    ours = raw({"orders": {"id": "prime-composer-orders"}})
     for parsed in (recipe(), parse_recipe(ours)):
         assert not any("installed beside" in line for line in export_recipe(parsed, "head").head)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recipe_with_tools_names_its_environment(version):
-    """From v0.7 on by id and API; v0.6 is refused by name. Training and test have a split each.
+    """Training and test have a split each.
 
     The student's server, which prime-rl starts, parses calls of tools for the evaluation.
     """
     loaded = load_recipe(REPO / "recipes" / "agent_opd.toml")
     models = {"student": "/student", "teacher": "/teacher"}
-    if version == "v0.6":
-        with pytest.raises(RecipeError, match=r"environments\.orders\.api = 'v1'.*--engine local"):
-            export_recipe(loaded, version, models)
-        return
     table = export_recipe(loaded, version, models).table
     orchestrator = table["orchestrator"]
     assert orchestrator["renderer"] == {"name": "default", "tool_parser": "qwen3"}
-    parser = {"tool_call_parser": "hermes"}
-    assert table["inference"] == {"vllm" if version in LIKE_HEAD else "model": parser}
-    key = ENVIRONMENTS[version]
-    (train,), (test,) = orchestrator["train"][key], orchestrator["eval"][key]
-    tasksets = [entry["env"] if version != "v0.7" else entry for entry in (train, test)]
+    assert table["inference"] == {"vllm": {"tool_call_parser": "hermes"}}
+    (train,), (test,) = orchestrator["train"]["source"], orchestrator["eval"]["source"]
     identity = {"id": "prime-composer-orders"}
-    assert tasksets[0]["taskset"] == identity
-    assert tasksets[1]["taskset"] == {**identity, "split": "test"}
-    turns = [one["agent"] if version != "v0.7" else one for one in tasksets]
-    assert [table["max_turns"] for table in turns] == [4, 4]
+    assert train["env"]["taskset"] == identity
+    assert test["env"]["taskset"] == {**identity, "split": "test"}
+    assert [entry["env"]["agent"]["max_turns"] for entry in (train, test)] == [4, 4]
 
 
 def test_check_and_export_import_no_environment(tmp_path):

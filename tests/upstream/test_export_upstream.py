@@ -13,7 +13,6 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
 from tests.prime_rl_checkout import REPO
-from tests.prime_rl_checkout import RUN as VERSIONS
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,
@@ -34,20 +33,19 @@ AGENT = REPO / "recipes" / "agent_opd.toml"
 
 @pytest.fixture(scope="module")
 def prime_rl(trees, tmp_path_factory):
-    """Version -> one interpreter beside that prime-rl, for all tests of this file."""
+    """Return one interpreter beside prime-rl, for all tests of this file."""
     with interpreters(trees, tmp_path_factory) as get:
-        yield get
+        yield get("head")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rls_dry_run_takes_every_recipe(trees, tmp_path, version):
+def test_prime_rls_dry_run_takes_every_recipe(trees, tmp_path):
     """Its parser, and its launcher up to the point where it would start processes."""
     files, refused = [], {}
     for path in [*ALL_RECIPES, write_rows_recipe(tmp_path)]:
         loaded = load_recipe(path)
         models = {teacher.table: "Qwen/Qwen3-4B" for teacher in Routing.of_recipe(loaded).teachers}
         try:
-            export = export_recipe(loaded, version, {"student": "Qwen/Qwen3-0.6B", **models})
+            export = export_recipe(loaded, "head", {"student": "Qwen/Qwen3-0.6B", **models})
         except RecipeError as error:
             refused[path.stem] = str(error)
             continue
@@ -55,8 +53,8 @@ def test_prime_rls_dry_run_takes_every_recipe(trees, tmp_path, version):
         target.write_text(export.text())
         files.append(str(target))
     assert files and all("--engine local" in reason for reason in refused.values())
-    env = environment_of(version, trees, tmp_path, PRIME_COMPOSER="1")
-    command = [str(python_of(version)), str(E2E / "dry_run.py"), *files]
+    env = environment_of("head", trees, tmp_path, PRIME_COMPOSER="1")
+    command = [str(python_of("head")), str(E2E / "dry_run.py"), *files]
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -78,21 +76,17 @@ for words in commands:
     sys.argv = words
     config = cli(RLConfig if words[0] == "rl" else InferenceConfig)
     inference = config.inference if words[0] == "rl" else config
-    newest = hasattr(inference, "to_namespace")
-    arguments = inference.to_namespace() if newest else inference.to_vllm()
-    # As its server() does.
-    for key, value in (getattr(inference, "vllm_extra", None) or {}).items():
-        setattr(arguments, key, value)
+    arguments = inference.to_namespace()
     names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
     vllm = {key: getattr(arguments, key, None) for key in names}
     result.append({"config": config.model_dump(mode="json"), "vllm": vllm})
 """
 
 
-def rl(folder, name, version, raw):
+def rl(folder, name, raw):
     """Return prime-rl's command for a recipe's export."""
     path = folder / f"{name}.toml"
-    path.write_text(export_recipe(parse_recipe(raw), version).text())
+    path.write_text(export_recipe(parse_recipe(raw), "head").text())
     return ["rl", "@", str(path)]
 
 
@@ -101,49 +95,41 @@ def qwen3_tables(**changes):
     return tables(student={"model": "Qwen/Qwen3-0.6B"}, **changes)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rl_reads_what_the_recipe_says(prime_rl, tmp_path, version):
+def test_prime_rl_reads_what_the_recipe_says(prime_rl, tmp_path):
     """Checkpoints, activation checkpointing, evaluation, the sampler's server."""
     raw = qwen3_tables(checkpoint={"every": 0, "keep": 3}, eval={"every": 2, "size": 50})
     raw["trainer"] |= {"gradient_checkpointing": True, "dtype": "bfloat16", "seed": 5}
     raw["rollout"]["gpu_memory_utilization"] = 0.5
-    commands = [rl(tmp_path, "on", version, raw)]
+    commands = [rl(tmp_path, "on", raw)]
     raw["trainer"]["gradient_checkpointing"] = False
-    commands.append(rl(tmp_path, "off", version, raw))
-    on, off = prime_rl(version).run(READ, commands=commands)
+    commands.append(rl(tmp_path, "off", raw))
+    on, off = prime_rl.run(READ, commands=commands)
     trainer = on["config"]["trainer"]
     # Its trainer writes the last weights where it has a ckpt table, earlier ones by the interval.
     assert trainer["ckpt"]["interval"] is None and trainer["ckpt"]["keep_last"] == 3
     assert trainer["model"]["ac"]["mode"] == "full"
     assert on["vllm"]["dtype"] == "bfloat16" and on["vllm"]["seed"] == 5
     assert on["vllm"]["gpu_memory_utilization"] == 0.5
-    key = VERSIONS[version].environment_key
-    (source,) = on["config"]["orchestrator"]["eval"][key]
+    (source,) = on["config"]["orchestrator"]["eval"]["source"]
     assert (source["interval"], source["num_examples"], source["group_size"]) == (2, 50, 1)
     assert source["sampling"]["temperature"] == 0.0
     assert source["sampling"]["max_completion_tokens"] == 64
-    if version == "v0.6":
-        settings = source["args"]
-    else:
-        settings = (source if version == "v0.7" else source["env"])["taskset"]
-    assert settings["split"] == "test"
+    assert source["env"]["taskset"]["split"] == "test"
     model = off["config"]["trainer"]["model"]
     assert model["ac"] is None and model["ac_offloading"] is None
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rl_reads_the_adapter(prime_rl, tmp_path, version):
+def test_prime_rl_reads_the_adapter(prime_rl, tmp_path):
     """Trainer, orchestrator and the student's server; the base teacher is the student's model."""
     lora = {"rank": 8, "alpha": 24, "targets": ["q_proj", "down_proj"]}
     raw = qwen3_tables(trainer={"gradient_checkpointing": True})
     raw["student"]["lora"], raw["teacher"] = lora, {"base": True}
-    commands = [rl(tmp_path, "named", version, raw)]
+    commands = [rl(tmp_path, "named", raw)]
     raw["student"]["lora"] = {"rank": 8, "alpha": 24}
-    commands.append(rl(tmp_path, "all", version, raw))
-    named, every = (one["config"] for one in prime_rl(version).run(READ, commands=commands))
+    commands.append(rl(tmp_path, "all", raw))
+    named, every = (one["config"] for one in prime_rl.run(READ, commands=commands))
     for config in (named, every):
-        trainer, orchestrator = config["trainer"], config["orchestrator"]
-        student = orchestrator["student"] if version == "v0.6" else orchestrator
+        trainer, student = config["trainer"], config["orchestrator"]
         own = trainer["model"]["lora"]
         assert (own["rank"], own["alpha"], own["dropout"]) == (8, 24.0, 0.0)
         assert trainer["model"]["ac"]["mode"] == "full"
@@ -156,60 +142,37 @@ def test_prime_rl_reads_the_adapter(prime_rl, tmp_path, version):
     assert {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")} <= {*usual}
 
 
-BY_ID = [
-    ("v0.6", "v0"),
-    ("v0.7", "v0"),
-    ("v0.7", "v1"),
-    ("v0.8", "v0"),
-    ("v0.8", "v1"),
-    ("head", "v1"),
-]
-
-
-@pytest.mark.parametrize("version,api", BY_ID)
-def test_prime_rl_reads_environments_by_id(prime_rl, tmp_path, version, api):
+def test_prime_rl_reads_environments_by_id(prime_rl, tmp_path):
     """Id, settings, limits, own settings and teachers, of training and of evaluation.
 
-    From v0.8 on its parser imports the taskset, e2e/tiny_turns.py, and checks the settings.
+    Its parser imports the taskset, e2e/tiny_turns.py, and checks the settings.
     """
-    rev = {"id": "tiny-turns", "api": api, "args": {"first": 3}, "timeout": 60, "ratio": 2.0}
-    if api == "v1":
-        rev["max_turns"] = 4
+    rev = {"id": "tiny-turns", "args": {"first": 3}, "timeout": 60, "ratio": 2.0, "max_turns": 4}
     rev |= {"teacher": "a", "prime_rl": {"group_size": 4}}
-    test = {"id": "tiny-turns", "api": api, "args": {"first": 5}, "use": "eval"}
+    test = {"id": "tiny-turns", "args": {"first": 5}, "use": "eval"}
     raw = qwen3_tables(eval={"every": 2, "size": 50})
     del raw["data"], raw["teacher"]
     raw |= {"environments": {"rev": rev, "test": test, "sums": {"teacher": "b"}}, "teachers": TWO}
-    (answer,) = prime_rl(version).run(READ, commands=[rl(tmp_path, "by_id", version, raw)])
-    orchestrator, key = answer["config"]["orchestrator"], VERSIONS[version].environment_key
-    trained = {source["name"]: source for source in orchestrator["train"][key]}
+    (answer,) = prime_rl.run(READ, commands=[rl(tmp_path, "by_id", raw)])
+    orchestrator = answer["config"]["orchestrator"]
+    trained = {source["name"]: source for source in orchestrator["train"]["source"]}
     assert list(trained) == ["rev", "sums"]
     source = trained["rev"]
     assert source["ratio"] == 2.0 and source["group_size"] == 4
-    assert identity(source, version, api) == ("tiny-turns", 3)
-    if version == "v0.6":
-        assert source["timeout"] == source["extra_env_kwargs"]["timeout_seconds"] == 60
-    else:
-        agent = source if version == "v0.7" else source["env"]["agent"]
-        assert agent["timeout"]["rollout"] == 60
-        assert agent["max_turns"] == rev.get("max_turns")
-        assert source["algo"]["teacher"]["name"] == TWO["a"]["model"]
-        assert trained["sums"]["algo"]["teacher"]["name"] == TWO["b"]["model"]
-    if api == "v0" and version != "v0.6":
-        bridge = source if version == "v0.7" else source["legacy"]
-        assert bridge["extra_env_kwargs"]["timeout_seconds"] == 60
-    evaluated = {source["name"]: source for source in orchestrator["eval"][key]}
+    assert identity(source) == ("tiny-turns", 3)
+    agent = source["env"]["agent"]
+    assert agent["timeout"]["rollout"] == 60 and agent["max_turns"] == 4
+    assert source["algo"]["teacher"]["name"] == TWO["a"]["model"]
+    assert trained["sums"]["algo"]["teacher"]["name"] == TWO["b"]["model"]
+    evaluated = {source["name"]: source for source in orchestrator["eval"]["source"]}
     assert list(evaluated) == ["rev", "test", "sums"]
-    assert identity(evaluated["test"], version, api) == ("tiny-turns", 5)
+    assert identity(evaluated["test"]) == ("tiny-turns", 5)
     assert evaluated["rev"]["group_size"] == 4
 
 
-def identity(source, version, api):
+def identity(source):
     """Return the id of an environment as prime-rl has read it, and its setting ``first``."""
-    if api == "v0":
-        table = source["legacy"] if version == "v0.8" else source
-        return table["id"], table["args"]["first"]
-    taskset = (source if version == "v0.7" else source["env"])["taskset"]
+    taskset = source["env"]["taskset"]
     return taskset["id"], taskset["first"]
 
 
@@ -224,26 +187,23 @@ result = [bool(source.trigger(step)) for step in steps]
 """
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_evaluation_every_0_is_before_and_after_the_run(prime_rl, version):
-    """The orchestrator asks at its start and after each batch. v0.6 counts steps from 0."""
+def test_evaluation_every_0_is_before_and_after_the_run(prime_rl):
+    """The orchestrator asks at its start and after each batch."""
     steps = 7
-    table = export_table(version, eval={"every": 0})["orchestrator"]["eval"]
-    first = 0 if version == "v0.6" else 1
-    asked = list(range(first, first + steps + 1))
-    triggers = prime_rl(version).run(TRIGGERS, table=table, steps=asked)
+    table = export_table("head", eval={"every": 0})["orchestrator"]["eval"]
+    asked = list(range(1, steps + 2))
+    triggers = prime_rl.run(TRIGGERS, table=table, steps=asked)
     assert triggers == [True] + [False] * (steps - 1) + [True]
 
 
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
-def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path, version):
+def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path):
     """vLLM's default of 20 log-probs is enough for k = 8."""
     raw = {**qwen3_tables(), "teacher": {"policy": {"update": "live"}}}
     raw["loss"] = {"type": "self_distillation"}  # with k = 32
-    commands = [rl(tmp_path, "default", version, raw)]
+    commands = [rl(tmp_path, "default", raw)]
     raw["loss"]["k"] = 8
-    commands.append(rl(tmp_path, "small", version, raw))
-    answers = prime_rl(version).run(READ, commands=commands)
+    commands.append(rl(tmp_path, "small", raw))
+    answers = prime_rl.run(READ, commands=commands)
     assert [answer["vllm"]["max_logprobs"] for answer in answers] == [32, None]
 
 
@@ -255,38 +215,35 @@ from prime_rl.utils.config import cli
 sys.argv = ["rl", "@", path]
 config = cli(RLConfig)
 inference = config.inference
-newest = hasattr(inference, "to_namespace")
-arguments = inference.to_namespace() if newest else inference.to_vllm()
+arguments = inference.to_namespace()
 names = ("tool_call_parser", "enable_auto_tool_choice")
 result = {key: getattr(arguments, key) for key in names}
 result["renderer"] = config.orchestrator.renderer.model_dump(include={"name", "tool_parser"})
 """
 
 
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
-def test_prime_rl_parses_tool_calls_of_a_model_in_a_directory(prime_rl, tmp_path, version):
+def test_prime_rl_parses_tool_calls_of_a_model_in_a_directory(prime_rl, tmp_path):
     """By the renderer in training, by its server in evaluation. A name would tell it neither."""
     models = {"student": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")}
     path = tmp_path / "run.toml"
-    path.write_text(export_recipe(load_recipe(AGENT), version, models).text())
-    assert prime_rl(version).run(PARSERS, path=str(path)) == {
+    path.write_text(export_recipe(load_recipe(AGENT), "head", models).text())
+    assert prime_rl.run(PARSERS, path=str(path)) == {
         "tool_call_parser": "hermes",
         "enable_auto_tool_choice": True,
         "renderer": {"name": "default", "tool_parser": "qwen3"},
     }
 
 
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
-def test_prime_rl_reads_the_hint_and_what_keeps_zero_advantages(prime_rl, tmp_path, version):
+def test_prime_rl_reads_the_hint_and_what_keeps_zero_advantages(prime_rl, tmp_path):
     raw = {**qwen3_tables(), "loss": {"type": "topk_reverse_kl", "k": 8}}
     commands = []
     for hint in ("sibling", "feedback"):
         raw["teacher"] = {"policy": {"update": "live", "hint": hint}}
-        commands.append(rl(tmp_path, hint, version, raw))
+        commands.append(rl(tmp_path, hint, raw))
     raw["teacher"] = {"policy": {"update": "live"}}
     raw["loss"]["rl_mix"] = {"kd": 0.5}
-    commands.append(rl(tmp_path, "mixed", version, raw))
-    answers = prime_rl(version).run(READ, commands=commands)
+    commands.append(rl(tmp_path, "mixed", raw))
+    answers = prime_rl.run(READ, commands=commands)
     sibling, feedback, mixed = (answer["config"]["orchestrator"] for answer in answers)
     assert sibling["algo"]["demo_key"] == "prime_composer:sibling"
     assert "{demonstration}" in sibling["algo"]["template"]
@@ -294,11 +251,8 @@ def test_prime_rl_reads_the_hint_and_what_keeps_zero_advantages(prime_rl, tmp_pa
     assert feedback["algo"]["template"] == "{demonstration}"
 
     def drops(orchestrator):
-        """Return whether rollouts of zero advantage are left out."""
-        if version == "head":
-            return orchestrator["train"]["filter_zero_advantages"]
-        filters = orchestrator["pre_batch_filters"] + orchestrator["post_batch_filters"]
-        return any(entry["enforce"] for entry in filters if entry["type"] == "zero_advantage")
+        """Return whether tokens of zero advantage are left out."""
+        return orchestrator["train"]["filter_zero_advantages"]
 
     assert drops(sibling) and not drops(mixed)
 
@@ -312,19 +266,13 @@ def commands_of(path):
         yield [int(device) for device in first.partition("=")[2].split(",")], words
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rls_inference_takes_the_teachers_command(prime_rl, version):
+def test_prime_rls_inference_takes_the_teachers_command(prime_rl):
     """The command in the export's head, and those in the recipe's own comment."""
-    record = VERSIONS[version]
-    head = "\n".join(export_recipe(load_recipe(QWEN3), version).head)
+    head = "\n".join(export_recipe(load_recipe(QWEN3), "head").head)
     exported = shlex.split(re.search(r"^ +inference (--.*)$", head, re.MULTILINE)[1])
-    commands = [
-        words
-        for _, words in commands_of(QWEN3)
-        if words[0] == "inference" and words[1] == record.model_option
-    ]
+    commands = [words for _, words in commands_of(QWEN3) if words[0] == "inference"]
     assert commands[0] == ["inference", *exported]
-    answers = prime_rl(version).run(READ, commands=commands)
+    answers = prime_rl.run(READ, commands=commands)
     expected = (("Qwen/Qwen3-8B", 0.9), ("Qwen/Qwen3-4B", 0.45))
     for answer, (model, share) in zip(answers, expected, strict=True):
         assert answer["vllm"] == {
@@ -342,24 +290,21 @@ import sys
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.utils.config import cli
 
-sys.argv = ["inference", model_option, "Qwen/Qwen3-0.6B"]
+sys.argv = ["inference", "--vllm.model", "Qwen/Qwen3-0.6B"]
 result = getattr(cli(InferenceConfig), field)
 """
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rls_inference_has_a_float32_head(prime_rl, version):
+def test_prime_rls_inference_has_a_float32_head(prime_rl):
     """The export's head says so."""
-    record = VERSIONS[version]
-    names = {"model_option": record.model_option, "field": "enable_fp32_lm_head"}
-    assert prime_rl(version).run(HEAD_DTYPE, **names) is True
+    assert prime_rl.run(HEAD_DTYPE, field="enable_fp32_lm_head") is True
 
 
 def test_gpus_in_the_qwen3_recipes_commands_add_up():
     commands = list(commands_of(QWEN3))
     runs = [(gpus, words) for gpus, words in commands if words[0] == "prime-rl"]
     teachers = [gpus for gpus, words in commands if words[0] == "inference"]
-    assert len(runs) == 2 and teachers == [[0]] * 4
+    assert len(runs) == 2 and teachers == [[0]] * 2
     for gpus, words in runs:
         pairs = zip(words, words[1:], strict=False)
         loaded = load_recipe(QWEN3, [value for word, value in pairs if word == "--set"])
@@ -390,8 +335,7 @@ for steps, table in cases:
 """
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rls_scheduler_runs_every_schedule(prime_rl, version):
+def test_prime_rls_scheduler_runs_every_schedule(prime_rl):
     """The first step after the warm-up is at the peak, as in the local engine."""
     cases = [
         {"steps": steps, "warmup_steps": warmup, "schedule": kind}
@@ -399,9 +343,9 @@ def test_prime_rls_scheduler_runs_every_schedule(prime_rl, version):
         for steps in (1, 2, 3, 8)
         for warmup in range(steps + 2)
     ]
-    schedules = [export_table(version, trainer=case)["trainer"]["scheduler"] for case in cases]
+    schedules = [export_table("head", trainer=case)["trainer"]["scheduler"] for case in cases]
     pairs = [[case["steps"], table] for case, table in zip(cases, schedules, strict=True)]
-    for case, rates in zip(cases, prime_rl(version).run(SCHEDULES, cases=pairs), strict=True):
+    for case, rates in zip(cases, prime_rl.run(SCHEDULES, cases=pairs), strict=True):
         steps, warmup = case["steps"], case["warmup_steps"]
         if warmup < steps:
             assert rates[warmup] == pytest.approx(1.0), case
@@ -412,9 +356,8 @@ def test_prime_rls_scheduler_runs_every_schedule(prime_rl, version):
             assert rates[-1] < rates[warmup], case
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_slurm_pre_run_command_runs_after_uv_sync(trees, version):
-    templates = trees(version) / "src" / "prime_rl" / "templates"
+def test_slurm_pre_run_command_runs_after_uv_sync(trees):
+    templates = trees("head") / "src" / "prime_rl" / "templates"
     for name in ("single_node_rl", "multi_node_rl"):
         text = (templates / f"{name}.sbatch.j2").read_text()
         parts = ("source .venv/bin/activate", "uv sync", "{{ pre_run_command }}", "uv run")

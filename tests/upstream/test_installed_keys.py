@@ -36,7 +36,7 @@ def test_probe_version_fits_the_record_to_the_classes(monkeypatch, kind, name):
     """September lies between two records: v0.9 without the key that keeps zero advantages."""
     stand_in_configs.put(monkeypatch, kind)
     found = probe_version()
-    assert found.name == name and found.keep_zero_advantages is None
+    assert found.name == name and found.zero_advantages is None
     top_p = PLACES_OF_MAIN.top_p
     assert found.places == (PLACES._replace(top_p=top_p) if name == "v0.9" else PLACES_OF_MAIN)
     assert (found is VERSIONS["main"]) is (name == "main")
@@ -151,7 +151,7 @@ def test_fitted_takes_each_moved_key_by_itself():
         ),
     )
     kept = fitted(VERSIONS["main"], ConfigFields(back))
-    assert kept.keep_zero_advantages is VERSIONS["head"].keep_zero_advantages
+    assert kept.zero_advantages == VERSIONS["head"].zero_advantages
     raw = {**tables(), "loss": REWARDED}
     train_table = export_recipe(parse_recipe(raw), kept).table["orchestrator"]["train"]
     assert train_table["filter_zero_advantages"] is False
@@ -188,9 +188,9 @@ result = {
 
 @pytest.mark.upstream
 @pytest.mark.xdist_group("prime-rl's parser")
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
-def test_real_config_classes_have_every_key_that_is_written(trees, tmp_path_factory, version):
+def test_real_config_classes_have_every_key_that_is_written(trees, tmp_path_factory):
     """A record equals its tree, and a key that the tree lacks is found."""
+    version = "head"
     written = [
         export_table(version, eval={"every": 2, "size": 9}),
         export_table(version, rollout={"top_p": 0.9}, logging={"wandb": {"project": "p"}}),

@@ -113,14 +113,7 @@ def test_launch_native_keeps_a_loss_in_the_environment(
     assert some_prime_rl[0][1]["PRIME_COMPOSER"] == after
 
 
-@pytest.mark.parametrize("version", ["v0.6", "v0.7", "v0.8"])
-def test_resume_is_a_step_in_older_versions(version):
-    table = {"ckpt": {"interval": 5}}
-    VERSIONS[version].resume(table)
-    assert table == {"ckpt": {"interval": 5, "resume_step": -1}}
-
-
-def test_launch_resume_is_a_table_in_head(some_prime_rl, tmp_path):
+def test_launch_resume_is_a_table(some_prime_rl, tmp_path):
     launch.launch(write_recipe(tmp_path), output_dir="runs/x", resume=True)
     table = tomllib.loads((tmp_path / "outputs" / "mine.prime_rl.toml").read_text())
     assert table["resume"] == {} and table["output_dir"] == "runs"
@@ -200,10 +193,9 @@ sys.exit(launch(sys.argv[1], sys.argv[2:], "runs/here", resume=True, dry_run=Tru
 
 @pytest.mark.upstream
 @pytest.mark.xdist_group("prime-rl's launcher")
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, version):
+def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path):
     """The second file is the first one's export, a native TOML. Nothing is left behind."""
-    env = environment_of(version, trees, tmp_path)
+    env = environment_of("head", trees, tmp_path)
     work, native = tmp_path / "work", tmp_path / "native.toml"
     work.mkdir()
     recipe = write_recipe(tmp_path)
@@ -211,12 +203,12 @@ def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, v
     wrong = tmp_path / "wrong.toml"
     wrong.write_text("[orchestrator]\nno_such_key = 1\n")
     for file, override, k in ((recipe, "loss.k=4", 4), (native, "trainer.loss.kwargs.k=6", 6)):
-        command = [str(python_of(version)), "-c", CODE, str(file), override]
+        command = [str(python_of("head")), "-c", CODE, str(file), override]
         done = subprocess.run(
             command, cwd=work, env=env, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert f"prime-rl: {version}\n" in done.stdout
+        assert "prime-rl: head\n" in done.stdout
         assert "prime-rl's own dry run accepts the file" in done.stdout
         assert resolved_by(done.stdout)["k"] == k
         body = done.stdout.partition("\nfile: ")[2].partition("\n\n")[2]
@@ -224,10 +216,9 @@ def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, v
         assert tomllib.loads(text)["trainer"]["loss"]["kwargs"]["k"] == k
         table = tomllib.loads(text)
         table.pop("resume", None)
-        table["ckpt"].pop("resume_step", None)
         native.write_text(tomli_w.dumps(table))
         assert list(work.iterdir()) == []
-    command = [str(python_of(version)), "-c", CODE, str(wrong)]
+    command = [str(python_of("head")), "-c", CODE, str(wrong)]
     done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "no-such-key" in done.stderr
     assert "refuses the file" in done.stdout and list(work.iterdir()) == []

@@ -43,30 +43,19 @@ def resolved(**settings):
 BOTH = {"type": "topk_reverse_kl", "k": 2, "rl_mix": {"kd": 0.5}}
 
 
-@pytest.fixture
-def v0_6(monkeypatch):
-    """Return a function that makes the installed prime-rl one without a loss of its rl tokens."""
-    return lambda: monkeypatch.setattr(launcher_hook, "fits", lambda capability: False)
-
-
-@pytest.mark.parametrize("separates_kinds", [False, True])
-def test_resolve_passes_on_that_the_loss_reads_rewards(v0_6, separates_kinds):
-    separates_kinds or v0_6()
+def test_resolve_passes_on_that_the_loss_reads_rewards():
     launcher_hook.resolve(launcher_config(BOTH))
     assert AdapterSettings.from_env() == resolved(loss=BOTH, k=2, rewards="in_loss")
 
 
-def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch, v0_6):
-    """From v0.7 on its tokens are rl tokens, which [trainer.loss] is called on."""
+def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch):
+    """Its tokens are rl tokens, which [trainer.loss] is called on."""
     monkeypatch.setenv(SWITCH, json.dumps({"loss": BOTH}))
     with pytest.raises(ValueError, match="reads rewards and a teacher.*into .trainer.loss."):
         launcher_hook.resolve(launcher_config())
-    v0_6()
-    launcher_hook.resolve(launcher_config())
-    assert AdapterSettings.from_env().loss == BOTH
 
 
-def test_resolve_passes_two_streams_on(monkeypatch, v0_6):
+def test_resolve_passes_two_streams_on(monkeypatch):
     """prime-rl's own rl loss beside ours, for the same tokens."""
     table = {"type": "topk_reverse_kl", "k": 2}
     monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
@@ -74,9 +63,6 @@ def test_resolve_passes_two_streams_on(monkeypatch, v0_6):
     assert AdapterSettings.from_env() == resolved(loss=table, k=2, rewards="beside")
     with pytest.raises(ValueError, match="and this run names ours there"):
         launcher_hook.resolve(launcher_config(table))
-    v0_6()
-    with pytest.raises(ValueError, match="and this run has one loss for all"):
-        launcher_hook.resolve(launcher_config())
 
 
 def test_resolve_passes_the_files_loss_and_k_on():
@@ -202,7 +188,9 @@ def test_resolve_refuses_sampling_replay_with_whole_rows(k, key, value):
     if k == 2:
         del table["normalization"]
     config = launcher_config(table, train=sampled_with(**{key: value}))
-    config.orchestrator.teacher = older(client())["teacher"]
+    (source,) = config.orchestrator.train.source
+    (taught, _) = teaching(x=client())["train"].source
+    source.resolved_name, source.algo = taught.resolved_name, taught.algo
     with pytest.raises(
         ValueError, match=rf"leave out orchestrator.train.source\[0\].sampling.{key}"
     ):
@@ -261,7 +249,7 @@ FULL = {"type": "topk_reverse_kl", "k": "full"}
 @pytest.mark.parametrize("key", ["fsdp_cpu_offload", "full_offload"])
 def test_resolve_refuses_a_head_on_the_cpu_for_full(monkeypatch, key):
     """The loss uses it after the forward. A number k, and other offloading, are fine."""
-    config = launcher_config(FULL, **newer(x=client()))
+    config = launcher_config(FULL, **teaching(x=client()))
     setattr(config.trainer.model, key, True)
     with pytest.raises(ValueError, match=rf"trainer\.model\.{key} keeps it.*a number k"):
         launcher_hook.resolve(config)
@@ -286,53 +274,36 @@ def client(url="http://host:8001/v1", headers=(), **changes):
     return types.SimpleNamespace(**fields)
 
 
-def older(of_client):
-    """Return v0.6's orchestrator, with one teacher for all."""
-    teacher = types.SimpleNamespace(model=types.SimpleNamespace(name="t"), client=of_client)
-    return {"training_mode": "opd", "teacher": teacher}
-
-
-def newer(key="source", kind="opd", **clients):
-    """Return a later version's orchestrator: a teacher for each environment."""
+def teaching(kind="opd", **clients):
+    """Return an orchestrator with a teacher for each environment."""
     environments = []
     for name, of_client in clients.items():
         of_client.name = "t"
         algorithm = types.SimpleNamespace(type=kind, teacher=of_client)
         environments.append(types.SimpleNamespace(resolved_name=name, algo=algorithm))
     rl = types.SimpleNamespace(resolved_name="rl", algo=types.SimpleNamespace(type="grpo"))
-    return {"algo": None, "train": types.SimpleNamespace(**{key: [*environments, rl]})}
+    return {"algo": None, "train": types.SimpleNamespace(source=[*environments, rl])}
 
 
 ONE = [{"url": "http://host:8001/v1", "model": "t", "weight": 1.0, "api_key_var": "KEY"}]
 MIXED = {HEADER: json.dumps(OTHERS)}
 
 
-@pytest.mark.parametrize(
-    "orchestrator,teachers",
-    [
-        (older(client(["http://host:8001/v1"])), ONE),
-        (older(client(headers=MIXED)), OTHERS),
-        (older(client(headers={HEADER: json.dumps({"x": OTHERS})})), {"x": OTHERS}),
-        (newer("env", x=client(["http://host:8001/v1"])), {"x": ONE}),
-        (newer(x=client(), y=client(headers=MIXED)), {"x": ONE, "y": OTHERS}),
-    ],
-)
-def test_resolve_reads_the_teachers_for_the_trainer(orchestrator, teachers):
-    """Of each version's config, with the adapter's header in the place of one client."""
+def test_resolve_reads_the_teachers_for_the_trainer():
+    """With the adapter's header in the place of one client."""
+    orchestrator = teaching(x=client(), y=client(headers=MIXED))
     launcher_hook.resolve(launcher_config(FULL, **orchestrator))
     settings = AdapterSettings.from_env()
-    assert settings.asked_by == "trainer" and settings.teachers == teachers
+    assert settings.asked_by == "trainer" and settings.teachers == {"x": ONE, "y": OTHERS}
 
 
 @pytest.mark.parametrize(
     "orchestrator,message",
     [
-        (older(client(["http://a", "http://b"])), r"client. has 2 URLs.*a router"),
-        (older(client(elastic=object())), "has an elastic pool"),
-        (newer(x=client(dynamo=types.SimpleNamespace(enabled=True))), "'x' has dynamo"),
-        (newer(x=client(headers={"X-Team": "1"})), "the teacher of 'x' has the headers X-Team"),
-        (newer(x=client(headers_from_env={"A": "B"})), "has the headers A"),
-        (newer(kind="opsd", x=client()), "'x' has the algorithm opsd.*a number k"),
+        (teaching(x=client(dynamo=types.SimpleNamespace(enabled=True))), "'x' has dynamo"),
+        (teaching(x=client(headers={"X-Team": "1"})), "the teacher of 'x' has the headers X-Team"),
+        (teaching(x=client(headers_from_env={"A": "B"})), "has the headers A"),
+        (teaching(kind="opsd", x=client()), "'x' has the algorithm opsd.*a number k"),
     ],
 )
 def test_resolve_refuses_teachers_the_trainer_cannot_ask(orchestrator, message):
@@ -343,7 +314,7 @@ def test_resolve_refuses_teachers_the_trainer_cannot_ask(orchestrator, message):
 def test_resolve_lets_router_replay_be_where_the_trainer_asks():
     """The answers are not sent in its field."""
     table = {"type": "topk_reverse_kl", "k": 2, "asked_by": "trainer"}
-    launcher_hook.resolve(launcher_config(table, replay=True, **newer(x=client())))
+    launcher_hook.resolve(launcher_config(table, replay=True, **teaching(x=client())))
     settings = AdapterSettings.from_env()
     assert (settings.k, settings.asked_by, settings.teachers) == (2, "trainer", {"x": ONE})
 

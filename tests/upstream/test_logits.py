@@ -312,7 +312,7 @@ def test_frozen_head_sends_gradients_to_the_hidden_states(head, state):
 
 
 def test_unscored_token_of_another_loss_is_no_error(state):
-    """From v0.7 on a bin may hold rl tokens, whose weights of the distillation loss are 0."""
+    """A bin may hold rl tokens, whose weights of the distillation loss are 0."""
     micro_batch, _ = batch(masked=0)
     micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
     weights = torch.ones(1, N)

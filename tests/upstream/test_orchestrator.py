@@ -1,4 +1,4 @@
-"""The orchestrator's side: requests, mixtures, and where each version's samples get the support."""
+"""The orchestrator's side: requests, mixtures, and where samples get the support."""
 
 import asyncio
 import json
@@ -158,7 +158,7 @@ def test_request_whose_k_is_refused_says_how_to_start_the_server():
 
 
 def test_requests_are_limited_and_parsed_one_by_one(monkeypatch):
-    """v0.6 asks for a whole batch at once."""
+    """All rollouts of a batch may come at once."""
     flying, parsing, most = set(), set(), [0, 0]
     lock = threading.Lock()
 
@@ -239,42 +239,12 @@ def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
     assert 0 < sent[0] < 2**24  # what fits into the sockets' buffers
 
 
-class RoutedExperts:
-    """prime-rl's struct of that name."""
-
-    def __init__(self, data, shape, dtype):
-        self.data, self.shape, self.dtype = data, shape, dtype
-
-
 class Sample:
-    """prime-rl's TrainingSample, of every version."""
+    """prime-rl's TrainingSample."""
 
-    def __init__(self, env_name="problems"):
-        self.env_name = env_name
-        self.prompt_ids, self.completion_ids = TOKENS[:1], TOKENS[1:]
+    def __init__(self):
         self.token_ids, self.ref_logprobs, self.routed_experts = TOKENS, None, None
         self.mask, self.advantages = [False, True, True], None
-
-
-Sample.__module__ = RoutedExperts.__module__ = __name__
-
-
-def carried(routed):
-    """Return ids and log-probs of a sample's payload."""
-    array = numpy.frombuffer(routed.data, dtype=numpy.int32).reshape(routed.shape)
-    return array[:, 0].tolist(), array[:, 1].copy().view(numpy.float32)
-
-
-def v0_6_module(client=None):
-    module = types.ModuleType("prime_rl.orchestrator.utils")
-
-    async def compute_teacher_logprobs(clients, model_name, samples):
-        return [list(OWN) for _ in samples]
-
-    module.compute_teacher_logprobs = compute_teacher_logprobs
-    module.setup_openai_client = lambda config: client
-    hooks.hook_teacher_logprobs(module)
-    return module
 
 
 def client_module(name="prime_rl.utils.client"):
@@ -304,15 +274,9 @@ def prefill(client):
     return asyncio.run(client_module().prefill_logprobs(client, "teacher", TOKENS))
 
 
-def compute(module, headers, samples):
-    config = types.SimpleNamespace(extra_headers=headers)
-    return asyncio.run(module.compute_teacher_logprobs([config], "teacher", samples))
-
-
 @pytest.mark.parametrize(
     "hook",
     [
-        hooks.hook_teacher_logprobs,
         hooks.hook_client,
         hooks.hook_routing,
         hooks.hook_stamps,
@@ -320,7 +284,7 @@ def compute(module, headers, samples):
     ],
 )
 def test_hook_of_another_version_leaves_a_module_alone(hook):
-    """Versions share names of modules, not what they hold."""
+    """Another module may have what a hook looks for."""
     module = types.ModuleType("prime_rl.some.module")
     before = dict(vars(module))
     hook(module)
@@ -331,13 +295,12 @@ def test_hook_of_another_version_leaves_a_module_alone(hook):
 def test_orchestrator_sends_nan_where_the_trainer_asks(switch, mixed):
     """It makes no request. 0.0, prime-rl's own filling, would be a probability of 1."""
     switch(TOP_2, 2, asked_by="trainer", teachers_mixed=mixed)
-    client, samples = Client(), [Sample(), Sample()]
-    rows = compute(v0_6_module(client), {}, samples)
+    client = Client()
     token = hooks.SCORING.set(hooks.Scoring(True, Tally()))
-    rows.append(prefill(client))
+    rows = [prefill(client)]
     hooks.SCORING.reset(token)
     rows.append(prefill(Client(header=json.dumps([]))))
-    assert not client.requests and not any(sample.routed_experts for sample in samples)
+    assert not client.requests
     for row in rows:
         assert len(row) == 3 and all(map(math.isnan, row[1:]))
         assert row[0] == wire.MARK if mixed else math.isnan(row[0])
@@ -345,47 +308,14 @@ def test_orchestrator_sends_nan_where_the_trainer_asks(switch, mixed):
     assert len(client.requests) == 1
 
 
-def test_v0_6_hook_attaches_the_support_to_samples():
-    samples = [Sample(), Sample()]
-    flat = compute(v0_6_module(Client()), {}, samples)
-    assert flat == [[0.0, -3.0, -1.5]] * 2 and all(type(row) is list for row in flat)
-    routed = samples[0].routed_experts
-    assert routed.shape == [3, 2, 2] and routed.dtype == "int32"
-    ids, logprobs = carried(samples[1].routed_experts)
-    assert ids[1:] == [[1, 2], [9, 1]] and logprobs[2].tolist() == pytest.approx([-0.4, -1.5])
-
-
-def test_v0_7_hook_attaches_the_support_after_scoring():
-    """v0.7 and v0.8: the algorithm scores a rollout's samples, then the support is copied."""
-    client, clients = Client(), client_module()
-    algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
-
-    class OPDAlgorithm:
-        async def score_group(self, group):
-            pass
-
-        async def score_rollout(self, rollout):
-            for sample in rollout.samples:
-                token_ids = list(sample.token_ids)
-                sample.ref_logprobs = await clients.prefill_logprobs(client, "teacher", token_ids)
-
-    algo.OPDAlgorithm = OPDAlgorithm
-    hooks.hook_algorithm(algo)
-    rollout = types.SimpleNamespace(samples=[Sample()])
-    asyncio.run(OPDAlgorithm().score_rollout(rollout))
-    sample = rollout.samples[0]
-    assert type(sample.ref_logprobs) is list and sample.ref_logprobs == [0.0, -3.0, -1.5]
-    assert carried(sample.routed_experts)[0][1:] == [[1, 2], [9, 1]]
-
-
 class Node:
-    """A node of head's episode graph."""
+    """A node of an episode's graph."""
 
     def __init__(self, tokens):
         self.token_ids, self.routed_experts = tokens, None
 
 
-def test_head_hook_attaches_the_support_to_every_node():
+def test_routing_hook_attaches_the_support_to_every_node():
     module = routing_module()
     nodes = [Node(TOKENS[:1]), Node(TOKENS[1:])]
     branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS)
@@ -395,7 +325,7 @@ def test_head_hook_attaches_the_support_to_every_node():
     assert nodes[1].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
 
 
-def test_head_hook_keeps_the_support_behind_a_hint():
+def test_routing_hook_keeps_the_support_behind_a_hint():
     """prime-rl's self-distillation cuts the hint off the scores."""
     hint, nodes = TOKENS[:1], [Node(TOKENS[1:])]
     scores = sent()[len(hint) :]
@@ -440,23 +370,15 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
         assert sample.ref_logprobs is None
 
 
-def algorithm_of(name, newest, score):
+def algorithm_of(name, score):
     """Return a stand-in of a distilling algorithm, hooked.
 
     Args:
         name: of the class.
-        newest: it scores episodes, and not rollouts.
-        score: gets the parts of a rollout.
+        score: gets the rollouts of an episode.
     """
 
-    class Old:
-        async def score_rollout(self, rollout):
-            await score(rollout.samples)
-
-        async def score_group(self, group):
-            pass
-
-    class New:
+    class Algorithm:
         async def score_episode(self, episode):
             await score(episode.traces)
 
@@ -465,9 +387,8 @@ def algorithm_of(name, newest, score):
 
     module = f"prime_rl.orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
     algo = types.ModuleType(module)
-    cls = New if newest else Old
-    cls.__name__ = name
-    setattr(algo, name, cls)
+    Algorithm.__name__ = name
+    setattr(algo, name, Algorithm)
     hooks.hook_algorithm(algo)
     algorithm = getattr(algo, name)()
     algorithm.demo_key = "answer"
@@ -498,15 +419,15 @@ def test_orchestrator_with_more_parameters_gets_them(monkeypatch, switch):
     hooks.hook_routing(routing)
     hooks.hook_stamps(routing)
     algorithm = OPDAlgorithm()
-    asyncio.run(algorithm.score_episode(types.SimpleNamespace(samples=[]), more=1))
+    asyncio.run(algorithm.score_episode(types.SimpleNamespace(traces=[]), more=1))
     asyncio.run(algorithm.score_group([], more=2))
     routing.assign_reference_logprobs(None, [], more=3)
     routing.stamp_loss_routing(Sample(), "rl", more=4)
     assert given == [1, 2, 3, 4]
 
 
-@pytest.fixture(params=["v0.7", "head"])
-def distil(request, monkeypatch):
+@pytest.fixture
+def distil(monkeypatch):
     """Return a function that scores one rollout with a stand-in of OPD, by another's request.
 
     It takes the request, what keeps the answer, and whether the rollout has something to train.
@@ -520,11 +441,9 @@ def distil(request, monkeypatch):
             for sample in samples:
                 keep(sample, await ask(Client(), "teacher", TOKENS))
 
-        newest = request.param == "head"
-        algorithm = algorithm_of("OPDAlgorithm", newest, score)
         parts = [Sample()] if trains else []
-        rollout = types.SimpleNamespace(**{"traces" if newest else "samples": parts})
-        asyncio.run((algorithm.score_episode if newest else algorithm.score_rollout)(rollout))
+        episode = types.SimpleNamespace(traces=parts)
+        asyncio.run(algorithm_of("OPDAlgorithm", score).score_episode(episode))
         return parts
 
     return run
@@ -536,7 +455,7 @@ async def own_request(client, model, token_ids):
 
 
 def by_routing(sample, scores):
-    """Keep scores as prime-rl's algorithms do in every version, by the function that is hooked."""
+    """Keep scores as prime-rl's algorithms do, by the function that is hooked."""
     branch = types.SimpleNamespace(nodes=[Node(TOKENS)], token_ids=TOKENS)
     routing_module().assign_reference_logprobs(branch, scores)
     sample.ref_logprobs = scores
@@ -622,7 +541,7 @@ def test_samples_never_stamped_end_the_run_at_the_next_group(switch, rewards):
     switch(TOP_2, 2, rewards=rewards)
     samples_module().trace_to_samples(types.SimpleNamespace())
 
-    algorithm = algorithm_of("OPDAlgorithm", True, None)
+    algorithm = algorithm_of("OPDAlgorithm", None)
     with pytest.raises(SilentHook, match="stamp_loss_routing did not run on samples"):
         asyncio.run(algorithm.score_group([]))
 
@@ -655,7 +574,7 @@ class GRPOAlgorithm:
     grpo.given = given = []
     exec(source, vars(grpo))
     monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
-    algorithm = algorithm_of("OPDAlgorithm", True, None)
+    algorithm = algorithm_of("OPDAlgorithm", None)
     setattr(algorithm, held, "the policy")
     asyncio.run(algorithm.score_group(["an episode"]))
     assert given == [("the policy", ["an episode"])]
@@ -687,32 +606,28 @@ def test_request_for_something_else_is_left_to_prime_rl():
 
 
 def test_router_replay_in_the_rollouts_is_refused():
-    sample, scores = Sample(), sent()
-    sample.routed_experts = RoutedExperts(b"", [3, 12, 8], "uint8")
-    with pytest.raises(ValueError, match="enable_return_routed_experts"):
-        hooks.attach(sample, scores)
     node = Node(TOKENS)
     node.routed_experts = numpy.zeros((3, 12, 8), numpy.uint8)
     with pytest.raises(ValueError, match="enable_return_routed_experts"):
         branch = types.SimpleNamespace(nodes=[node])
-        routing_module().assign_reference_logprobs(branch, scores)
+        routing_module().assign_reference_logprobs(branch, sent())
 
 
 @pytest.mark.parametrize("loss", [SAMPLED, None])
 def test_loss_without_a_support_asks_for_one_entry_and_sends_none(switch, loss):
     """prime-rl asks for one too. The entry serves the check, and no sample carries it."""
     switch(loss)
-    client, sample = Client(), Sample()
-    assert prefill(client) == [0.0, -3.0, -1.5]
-    assert compute(v0_6_module(client), {}, [sample]) == [[0.0, -3.0, -1.5]]
-    assert [body["sampling_params"]["prompt_logprobs"] for _, body in client.requests] == [1, 1]
-    assert sample.routed_experts is None
+    client, node = Client(), Node(TOKENS)
+    scores = prefill(client)
+    routing_module().assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), scores)
+    assert scores == [0.0, -3.0, -1.5] and node.routed_experts is None
+    assert [body["sampling_params"]["prompt_logprobs"] for _, body in client.requests] == [1]
 
 
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("value", [0.3, 3.0, math.nan, math.inf])
 def test_wrong_log_prob_of_the_sampled_token_is_refused(switch, k, value, capsys):
-    """It ends the run in every version of prime-rl, and is said in the log before."""
+    """It ends the run, and is said in the log before."""
     switch(TOP_2 if k else SAMPLED, k)
     wrong = [None, {**ROWS[1], "7": {"logprob": value, "rank": 5}}, ROWS[2]]
     message = (
@@ -721,8 +636,6 @@ def test_wrong_log_prob_of_the_sampled_token_is_refused(switch, k, value, capsys
     with pytest.raises(InvalidAnswer, match=message) as caught:
         prefill(Client(rows=wrong))
     assert f"no scores, and the run ends: {caught.value}" in capsys.readouterr().err
-    with pytest.raises(InvalidAnswer, match=message):
-        compute(v0_6_module(Client(rows=wrong)), {}, [Sample()])
 
 
 @pytest.mark.parametrize("loss,k", [(TOP_2, 2), (SAMPLED, 0)])
@@ -869,10 +782,9 @@ def test_live_policy_is_asked_for_its_scores_alone(often):
     assert len(client.requests) == 12
 
 
-@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name,frozen", [("OPDAlgorithm", True), ("OPSDAlgorithm", False)])
-def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, newest, name, frozen):
-    """v0.7 and v0.8 score rollouts, later versions episodes."""
+def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, name, frozen):
+    """A server that was away is asked a known question, where its weights never change."""
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
     base = types.ModuleType("prime_rl.orchestrator.algo.base")
     base.iter_trainable_traces = lambda episodes: []
@@ -882,18 +794,17 @@ def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, newest, name, 
     async def score(parts):
         await asyncio.gather(*[clients.prefill_logprobs(client, "teacher", LONG)])
 
-    algorithm = algorithm_of(name, newest, score)
-    method = algorithm.score_episode if newest else algorithm.score_rollout
-    nothing = types.SimpleNamespace(samples=[], traces=[])
-    asyncio.run(method(nothing))
+    algorithm = algorithm_of(name, score)
+    nothing = types.SimpleNamespace(traces=[])
+    asyncio.run(algorithm.score_episode(nothing))
     assert len(client.requests) == 1
     client.retries = 1
-    asyncio.run(method(nothing))
+    asyncio.run(algorithm.score_episode(nothing))
     assert len(client.requests) == (3 if frozen else 2)
 
 
 class Trace(types.SimpleNamespace):
-    """A rollout of prime-rl's; head has it within an episode."""
+    """A rollout of prime-rl's, within an episode."""
 
     def __init__(self, reply, reward):
         data = types.SimpleNamespace(question="1+1?", answer="#### 2")
@@ -901,7 +812,6 @@ class Trace(types.SimpleNamespace):
             last_reply=reply,
             reward=reward,
             info={},
-            samples=[Sample()],
             task=types.SimpleNamespace(data=data),
         )
 
@@ -911,13 +821,12 @@ class Episode(types.SimpleNamespace):
         return Episode(**{**vars(self), **update})
 
 
-@pytest.fixture(params=["v0.7", "head"])
-def opsd(request, monkeypatch):
+@pytest.fixture
+def opsd(monkeypatch):
     """Return a function: (demo_key, traces) -> what the hooked algorithm has scored, in order.
 
     Rollouts arrive one by one; then their group is complete.
     """
-    newest = request.param == "head"
     scored = []
 
     def note(self, trace):
@@ -925,14 +834,7 @@ def opsd(request, monkeypatch):
         hooks.ran(hooks.REQUEST)
         hooks.ran(hooks.SUPPORT)
 
-    class Old:
-        async def score_rollout(self, rollout):
-            note(self, rollout)
-
-        async def score_group(self, group):
-            scored.append("group")
-
-    class New:
+    class OPSDAlgorithm:
         async def score_episode(self, episode):
             for trace in episode.traces:
                 note(self, trace)
@@ -944,19 +846,18 @@ def opsd(request, monkeypatch):
     base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
     monkeypatch.setitem(sys.modules, base.__name__, base)
     module = types.ModuleType("prime_rl.orchestrator.algo.opsd")
-    module.OPSDAlgorithm = New if newest else Old
+    module.OPSDAlgorithm = OPSDAlgorithm
     hooks.hook_algorithm(module)
 
     def run(demo_key, traces):
         algorithm = module.OPSDAlgorithm()
         algorithm.demo_key = demo_key
-        rollouts = [Episode(traces=[trace]) for trace in traces] if newest else traces
+        episodes = [Episode(traces=[trace]) for trace in traces]
 
         async def both_phases():
-            for rollout in rollouts:
-                name = "score_episode" if newest else "score_rollout"
-                await getattr(algorithm, name)(rollout)
-            await algorithm.score_group(rollouts)
+            for episode in episodes:
+                await algorithm.score_episode(episode)
+            await algorithm.score_group(episodes)
 
         asyncio.run(both_phases())
         return scored
@@ -971,12 +872,9 @@ def test_hint_of_a_sibling_is_another_right_answer_of_the_group(opsd):
     assert scored == [("a", "b"), (" b ", "c"), ("c", "b"), "group"]
 
 
-def test_rollout_without_a_right_sibling_is_not_trained(opsd, request):
+def test_rollout_without_a_right_sibling_is_not_trained(opsd):
     traces = [Trace("a", 0.0), Trace("b", 1.0), Trace("c", -1.0)]
     assert opsd("prime_composer:sibling", traces) == [("a", "b"), ("c", "b"), "group"]
-    if "v0.7" in request.node.name:
-        assert [len(trace.samples) for trace in traces] == [1, 0, 1]
-        return
     module = types.ModuleType("prime_rl.orchestrator.trajectories")
 
     def trace_to_samples(trace, *, env_name="", mm_token_type_ids_mapping=None):
@@ -1039,7 +937,7 @@ def test_password_in_an_error_is_not_shown(servers, capsys):
 
 def test_first_token_has_no_score_and_knows_nothing():
     """prime-rl's convention is 0.0. The bytes say that no id is known."""
-    ids, _ = carried(types.SimpleNamespace(data=sent().scores.to_bytes(), shape=(3, 2, 2)))
+    ids = wire.pack(sent().scores)[:, 0].tolist()
     assert sent()[0] == 0.0 and ids == [[-(2**31)] * 2, [1, 2], [9, 1]]
 
 
@@ -1071,10 +969,10 @@ def test_header_names_the_teachers_that_score_instead(servers):
 
 def test_header_of_a_sampled_loss_sends_no_support(switch, servers):
     switch(SAMPLED)
-    sample = Sample()
+    node = Node(TOKENS)
     scores = prefill(Client(json.dumps(OTHERS)))
-    hooks.attach(sample, scores)
-    assert list(scores) == pytest.approx([0.0, -3.0, -1.5]) and sample.routed_experts is None
+    routing_module().assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), scores)
+    assert list(scores) == pytest.approx([0.0, -3.0, -1.5]) and node.routed_experts is None
     (_, body) = servers["http://a:8002/v1"].requests[0]
     assert body["sampling_params"]["prompt_logprobs"] == 1
 
@@ -1087,13 +985,10 @@ def test_mark_shows_that_the_orchestrator_is_hooked(switch, servers, loss, k, mi
     header = json.dumps(OTHERS)
     for client in (Client(header), Client()):
         assert prefill(client)[0] == first
-    for headers in ({teachers.HEADER: header}, {}):
-        (scores,) = compute(v0_6_module(Client()), headers, [Sample()])
-        assert scores[0] == first
 
 
 @pytest.mark.parametrize("mixed,first", [(True, wire.MARK), (False, 0.0)])
-def test_mark_is_on_the_samples_of_the_newest_version(switch, mixed, first):
+def test_mark_is_on_the_samples_that_have_scores(switch, mixed, first):
     switch(SAMPLED, 0, mixed)
     module = types.ModuleType("prime_rl.orchestrator.trajectories")
 
@@ -1104,16 +999,6 @@ def test_mark_is_on_the_samples_of_the_newest_version(switch, mixed, first):
     hooks.hook_samples(module)
     scored, rl = module.trace_to_samples([OWN, None], env_name="sums")
     assert scored.ref_logprobs == [first, *OWN[1:]] and rl.ref_logprobs is None
-
-
-def test_header_of_v0_6_has_teachers_by_environment(servers):
-    """v0.6 has one client for all environments."""
-    headers = {teachers.HEADER: json.dumps({"sums": OTHERS[:1], "code": OTHERS[1:]})}
-    module = v0_6_module()
-    compute(module, headers, [Sample("sums"), Sample("code"), Sample("code")])
-    assert [len(server.requests) for server in servers.values()] == [1, 2]
-    with pytest.raises(ValueError, match="with one for the environment 'chess'"):
-        compute(module, headers, [Sample("chess")])
 
 
 def test_teacher_that_does_not_answer_is_named(servers):

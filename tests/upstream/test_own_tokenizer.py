@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import sys
 import types
 
 import pytest
@@ -28,7 +29,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
 from prime_composer.teachers import own_tokenizer as teachers_own_tokenizer  # noqa: E402
 from prime_composer.upstream import launcher_hook, wire  # noqa: E402
 from prime_composer.upstream.export import export_recipe  # noqa: E402
-from prime_composer.upstream.orchestrator import hints, hooks, own_tokenizer  # noqa: E402
+from prime_composer.upstream.orchestrator import hooks, own_tokenizer  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
@@ -40,8 +41,8 @@ from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
-from tests.upstream.export_recipes import NEWER, recipe  # noqa: E402
-from tests.upstream.test_launcher_hook import launcher_config, v0_6  # noqa: E402, F401
+from tests.upstream.export_recipes import VERSIONS, recipe  # noqa: E402
+from tests.upstream.test_launcher_hook import launcher_config  # noqa: E402
 
 K = 4
 LOSS = {"type": "topk_reverse_kl", "k": K}
@@ -70,28 +71,30 @@ class Node:
 
 
 class Trace:
-    """A rollout of one branch, as v0.7 gives it to ``score_rollout``."""
+    """A rollout of one branch.
+
+    ``asked`` is what is scored in the place of the branch's tokens; ``sample`` is made of it then.
+    """
 
     def __init__(self, nodes):
         self.nodes, self.metrics, self.info = nodes, {}, {}
         ids = [token for node in nodes for token in node.token_ids]
         self.branches = [types.SimpleNamespace(nodes=nodes, token_ids=ids)]
-        sample = Sample(token_ids=ids, ref_logprobs=None, routed_experts=None)
-        sample.mask = [part for node in nodes for part in node.mask]
-        sample.advantages, sample.ref_kl_weights = None, None
-        self.samples = [sample]
+        self.asked = self.sample = None
 
 
-class Sample(types.SimpleNamespace):
-    """prime-rl's TrainingSample."""
-
-
-class RoutedExperts:
-    def __init__(self, data, shape, dtype):
-        self.data, self.shape, self.dtype = data, shape, dtype
-
-
-Sample.__module__ = RoutedExperts.__module__ = __name__
+def sample_of(trace):
+    """Return prime-rl's TrainingSample of a rollout, which keeps scores of sampled tokens."""
+    mask = [part for node in trace.nodes for part in node.mask]
+    own = iter([value for node in trace.nodes for value in node.reference_logprobs or []])
+    return types.SimpleNamespace(
+        token_ids=trace.branches[0].token_ids,
+        mask=mask,
+        ref_logprobs=[next(own) if is_sampled else 0.0 for is_sampled in mask],
+        support=numpy.concatenate([node.routed_experts for node in trace.nodes]),
+        advantages=None,
+        ref_kl_weights=None,
+    )
 
 
 @pytest.fixture
@@ -125,6 +128,9 @@ def switch(monkeypatch, tokenizers):
             monkeypatch.setenv(name, value)
 
     set_to()
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
     monkeypatch.setattr(hooks, "MADE", Tally())
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
     own_tokenizer.opened.cache_clear()
@@ -156,32 +162,14 @@ def conversation(student, *turns, said=None):
     return Trace(nodes)
 
 
-def of_v0_7(client):
-    """Return v0.7's algorithm over our hooks."""
-    module = types.ModuleType("prime_rl.orchestrator.algo.opd")
-    clients = clients_module()
-
-    class OPDAlgorithm:
-        async def score_group(self, group):
-            pass
-
-        async def score_rollout(self, rollout):
-            for sample in rollout.samples:
-                ids = list(sample.token_ids)
-                sample.ref_logprobs = await clients.prefill_logprobs(client, "m3", ids)
-
-    module.OPDAlgorithm = OPDAlgorithm
-    hooks.hook_algorithm(module)
-    return OPDAlgorithm().score_rollout
-
-
-def of_head(client, monkeypatch):
-    """Return head's algorithm over our hooks, for a rollout in an episode."""
+def opd(client):
+    """Return prime-rl's algorithm over our hooks, for a rollout in an episode."""
     module = types.ModuleType("prime_rl.orchestrator.algo.opd")
     routing = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    trajectories = types.ModuleType("prime_rl.orchestrator.trajectories")
+    trajectories.trace_to_samples = lambda trace: [sample_of(trace)]
+    hooks.hook_samples(trajectories)
     clients = clients_module()
-    monkeypatch.setattr(hints, "traces_of", lambda episodes, _: episodes[0].traces)
-    monkeypatch.setattr(hooks, "traces_of", lambda episodes, _: episodes[0].traces)
 
     def assign_reference_logprobs(branch, values):
         values = iter(values)
@@ -201,7 +189,8 @@ def of_head(client, monkeypatch):
         async def score_episode(self, episode):
             for trace in episode.traces:
                 for branch in trace.branches:
-                    scores = await clients.prefill_logprobs(client, "m3", branch.token_ids)
+                    ids = trace.asked or branch.token_ids
+                    scores = await clients.prefill_logprobs(client, "m3", ids)
                     routing.assign_reference_logprobs(branch, scores)
 
     module.OPDAlgorithm = OPDAlgorithm
@@ -209,6 +198,7 @@ def of_head(client, monkeypatch):
 
     async def score(trace):
         await OPDAlgorithm().score_episode(types.SimpleNamespace(traces=[trace]))
+        (trace.sample,) = trajectories.trace_to_samples(trace)
 
     return score
 
@@ -224,12 +214,12 @@ def clients_module():
     return module
 
 
-def scored(make, url, *rollouts):
-    """Score rollouts by an algorithm that ``make`` returns for a client."""
+def scored(url, *rollouts):
+    """Score rollouts by the teacher that is served at ``url``."""
 
     async def run():
         client = client_of(url, API_KEY_VAR)
-        score = make(client)
+        score = opd(client)
         try:
             for rollout in rollouts:
                 await score(rollout)
@@ -277,20 +267,16 @@ def check_turns(own, support, mask, turns):
     assert most == K and not places and not support.all_known[others].any()
 
 
-def support_of(data, shape):
-    array = numpy.frombuffer(data, dtype=numpy.int32).reshape(shape).copy()
-    import torch
-
-    return Scores.of_bytes(torch.from_numpy(array), torch.zeros(shape[0]))
+def support_of(payload):
+    return Scores.of_bytes(torch.from_numpy(payload.copy()), torch.zeros(len(payload)))
 
 
-def test_own_tokenizer_scores_each_turn_as_v0_7_asks(served, student):
+def test_own_tokenizer_scores_each_turn(served, student):
     trace = conversation(student, "abcab", "c ab")
-    scored(of_v0_7, served.url, trace)
-    (sample,) = trace.samples
+    scored(served.url, trace)
+    sample = trace.sample
     turns = expected(served, student, "abcab", "c ab")
-    support = support_of(sample.routed_experts.data, sample.routed_experts.shape)
-    check_turns(sample.ref_logprobs, support, sample.mask, turns)
+    check_turns(sample.ref_logprobs, support_of(sample.support), sample.mask, turns)
     teacher = wrapped(TEACHER)
     prompts = ["user:ab c\nassistant:", "user:ab c\nassistant:abcab\nuser:b\nassistant:"]
     starts = sorted(request.start for request in served.engine.asked)
@@ -299,26 +285,11 @@ def test_own_tokenizer_scores_each_turn_as_v0_7_asks(served, student):
     assert 0 < trace.metrics["xtok/aligned"] < 1
 
 
-def test_own_tokenizer_scores_each_turn_as_head_asks(served, student, monkeypatch):
-    trace = conversation(student, "abcab", "c ab")
-    scored(lambda client: of_head(client, monkeypatch), served.url, trace)
-    nodes = [node for node in trace.nodes if node.sampled]
-    turns = expected(served, student, "abcab", "c ab")
-    for node, turn in zip(nodes, turns, strict=True):
-        assert node.reference_logprobs == pytest.approx(turn.ref_logprobs.tolist(), abs=1e-4)
-    payload = numpy.concatenate([node.routed_experts for node in trace.nodes])
-    (branch,) = trace.branches
-    own = iter([value for node in nodes for value in node.reference_logprobs])
-    mask = [part for node in trace.nodes for part in node.mask]
-    values = [next(own) if is_sampled else 0.0 for is_sampled in mask]
-    check_turns(values, support_of(payload.tobytes(), payload.shape), mask, turns)
-
-
 def test_turn_that_the_teacher_would_write_otherwise_is_left_out(served, student):
     """Its tokens have no weight in the distillation loss, and are counted."""
     trace = conversation(student, "abcab", " c ab", said="c ab")
-    scored(of_v0_7, served.url, trace)
-    (sample,) = trace.samples
+    scored(served.url, trace)
+    sample = trace.sample
     nodes = [node for node in trace.nodes if node.sampled]
     first, second = (sum(node.mask) for node in nodes)
     of_turns = [at for at, is_sampled in enumerate(sample.mask) if is_sampled]
@@ -342,7 +313,6 @@ def stamp(sample):
 
     module.stamp_loss_routing = stamp_loss_routing
     hooks.hook_stamps(module)
-    hooks.MADE.called(hooks.SAMPLES)
     module.stamp_loss_routing(sample, "ref_kl")
 
 
@@ -352,11 +322,11 @@ def test_text_after_a_special_token_has_no_score(served, student):
     node = trace.nodes[-1]
     node.token_ids[-2], node.token_ids[-1] = student.eos_token_id, node.token_ids[-2]
     ids = [token for each in trace.nodes for token in each.token_ids]
-    trace.branches[0].token_ids = trace.samples[0].token_ids = ids
+    trace.branches[0].token_ids = ids
     node.message = Message("assistant", "a")
-    scored(of_v0_7, served.url, trace)
-    assert math.isnan(trace.samples[0].ref_logprobs[-1])
-    assert trace.samples[0].ref_logprobs[-2] < 0
+    scored(served.url, trace)
+    assert math.isnan(trace.sample.ref_logprobs[-1])
+    assert trace.sample.ref_logprobs[-2] < 0
 
 
 def test_pair_that_does_not_align_is_refused_once(served, student, monkeypatch):
@@ -366,7 +336,7 @@ def test_pair_that_does_not_align_is_refused_once(served, student, monkeypatch):
     monkeypatch.setattr(hooks, "log", lambda *_, **__: None)
     first, second = (conversation(student, "abcab c") for _ in range(2))
     with pytest.raises(ValueError) as refused:
-        scored(of_v0_7, served.url, first, second)
+        scored(served.url, first, second)
     assert first.metrics and not second.metrics
     # abc|ab| |c and a|bc|a|b| c: of six, bytes 0, 3, 5 and the end of the turn.
     message = str(refused.value)
@@ -384,32 +354,32 @@ def test_environment_with_tools_is_refused(served, student, where):
     else:
         trace.nodes[0].message = Message("tool", "found")
     with pytest.raises(ValueError, match="has tools: .* Leave it out of PRIME_COMPOSER's"):
-        scored(of_v0_7, served.url, trace)
+        scored(served.url, trace)
 
 
 def test_image_in_the_messages_leaves_the_turn_out(served, student):
     trace = conversation(student, "ab")
     parts = [{"type": "text", "text": "ab"}, {"type": "image_url", "image_url": {"url": "u"}}]
     trace.nodes[0].message = Message("user", parts)
-    scored(of_v0_7, served.url, trace)
+    scored(served.url, trace)
     assert trace.metrics["xtok/unscored_turns"] == 1 and served.engine.asked == []
     trace = conversation(student, "ab")
     trace.nodes[0].message = Message("user", parts[:1])
-    scored(of_v0_7, served.url, trace)
+    scored(served.url, trace)
     assert trace.metrics["xtok/unscored_turns"] == 0
 
 
 def test_tokens_of_no_branch_are_refused(served, student):
     trace = conversation(student, "ab")
-    trace.samples[0].token_ids = [1, 2, 3]
+    trace.asked = [1, 2, 3]
     with pytest.raises(ValueError, match="tokens of no branch"):
-        scored(of_v0_7, served.url, trace)
+        scored(served.url, trace)
 
 
 def test_other_teachers_are_asked_as_ever(served, student, switch):
     switch(teacher_tokenizers={"another": "x"})
     trace = conversation(student, "ab")
-    scored(of_v0_7, served.url, trace)
+    scored(served.url, trace)
     (request,) = served.engine.asked
     assert request.start == 1 and request.requests[1].k == K
 
@@ -425,24 +395,12 @@ def test_several_teachers_in_a_header_are_refused(served, student):
     assert "mixture" in str(caught.value) and "teacher_tokenizers" in str(caught.value)
 
 
-def test_v0_6_is_refused_by_its_missing_messages():
-    module = types.ModuleType("prime_rl.orchestrator.utils")
-
-    async def compute_teacher_logprobs(clients, model_name, samples):
-        raise AssertionError("prime-rl asks by itself")
-
-    module.compute_teacher_logprobs = compute_teacher_logprobs
-    hooks.hook_teacher_logprobs(module)
-    with pytest.raises(ValueError, match="v0.6 passes token ids without .* use v0.7 or later"):
-        asyncio.run(module.compute_teacher_logprobs([], "m3", []))
-
-
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
         pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-composer teacher"),
     ):
-        scored(of_v0_7, url, conversation(student, "ab"))
+        scored(url, conversation(student, "ab"))
 
 
 def test_server_with_another_tokenizer_is_refused(student):
@@ -458,7 +416,7 @@ def test_server_with_another_tokenizer_is_refused(student):
         serving(answer) as url,
         pytest.raises(InvalidAnswer, match="other tokens than the tokenizer .*token 3 is 7, and"),
     ):
-        scored(of_v0_7, url, conversation(student, "ab"))
+        scored(url, conversation(student, "ab"))
 
 
 @pytest.mark.parametrize(
@@ -471,7 +429,7 @@ def test_server_with_another_tokenizer_is_refused(student):
 def test_tokenizer_that_is_not_there_is_named(served, student, switch, more, needle):
     switch(**more)
     with pytest.raises(ValueError, match=needle):
-        scored(of_v0_7, served.url, conversation(student, "ab"))
+        scored(served.url, conversation(student, "ab"))
 
 
 def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers):
@@ -479,7 +437,7 @@ def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers)
     (tokenizers / "teacher" / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tokenizers / "teacher")
     with pytest.raises(ValueError, match="no chat template"):
-        scored(of_v0_7, served.url, conversation(student, "ab"))
+        scored(served.url, conversation(student, "ab"))
 
 
 @pytest.mark.parametrize(
@@ -504,11 +462,11 @@ def test_switch_without_tokenizers_is_as_older_versions_read_it():
 def test_scores_keep_the_mark_of_the_adapter(served, student):
     """An orchestrator without the adapter would ask for the student's ids; the trainer sees it."""
     trace = conversation(student, "ab")
-    scored(of_v0_7, served.url, trace)
-    assert trace.samples[0].ref_logprobs[0] == wire.MARK
+    scored(served.url, trace)
+    assert trace.sample.ref_logprobs[0] == wire.MARK
 
 
-@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_export_carries_the_tokenizers_of_teachers(version):
     table = export_recipe(recipe(teacher={"tokenizer": "own"}), version).table
     kwargs = table["trainer"]["loss"]["kwargs"]
@@ -519,24 +477,19 @@ def test_export_carries_the_tokenizers_of_teachers(version):
 
 
 @pytest.mark.parametrize(
-    ("version", "changes", "needle"),
+    ("changes", "needle"),
     [
-        ("v0.6", {}, "without their messages .* v0.7 or later, .*--engine local"),
-        ("head", {"teacher": {"asked_by": "trainer"}}, "no messages .* leave asked_by out"),
-        (
-            "head",
-            {"loss": {**LOSS, "rl_mix": {"kd": 0.5}}},
-            "reads rewards and a teacher",
-        ),
+        ({"teacher": {"asked_by": "trainer"}}, "no messages .* leave asked_by out"),
+        ({"loss": {**LOSS, "rl_mix": {"kd": 0.5}}}, "reads rewards and a teacher"),
     ],
 )
-def test_export_refuses_a_teacher_that_lacks_messages_or_scores(version, changes, needle):
+def test_export_refuses_a_teacher_that_lacks_messages_or_scores(changes, needle):
     teacher = {"tokenizer": "own"} | changes.pop("teacher", {})
     with pytest.raises(RecipeError, match=needle):
-        export_recipe(recipe(teacher=teacher, **changes), version)
+        export_recipe(recipe(teacher=teacher, **changes), "head")
 
 
-def test_launcher_names_the_students_tokenizer(v0_6, monkeypatch):  # noqa: F811
+def test_launcher_names_the_students_tokenizer(monkeypatch):
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     table = LOSS | {"teacher_tokenizers": {"m3": "d"}}
     config = launcher_config(table)
@@ -544,14 +497,10 @@ def test_launcher_names_the_students_tokenizer(v0_6, monkeypatch):  # noqa: F811
     settings = AdapterSettings.from_env()
     assert settings.teacher_tokenizers == {"m3": "d"}
     assert settings.student_tokenizer == config.trainer.model.name
-    v0_6()
-    monkeypatch.setenv("PRIME_COMPOSER", "1")
-    with pytest.raises(ValueError, match="use v0.7 or later"):
-        launcher_hook.resolve(launcher_config(table))
 
 
 def test_repetition_reads_what_no_teacher_scored():
-    """From v0.7 on such a token has the weight 0, and prime-rl takes it out of the loss's mask."""
+    """Such a token has the weight 0, and prime-rl takes it out of the loss's mask."""
     ids = torch.tensor([1, 2, 3, 5, 6, 7, *[8, 9] * 20])
     sampled = torch.arange(len(ids)) >= 3
     weights = torch.where(sampled & (torch.arange(len(ids)) % 7 != 4), 1.0, 0.0)

@@ -59,11 +59,10 @@ def test_export_of_password_and_api_key_is_refused(table, variable, tmp_path, mo
     assert message in " ".join(shown.split()) and "secret" not in shown
 
 
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_export_with_a_password_is_private(version, tmp_path, capsys):
+def test_export_with_a_password_is_private(tmp_path, capsys):
     """The file has the password outside its comment, and is its owner's alone."""
     path, output = recipe_file(tmp_path, 2), tmp_path / "native.toml"
-    assert main(["export", str(path), "--dialect", version, "--output", str(output)]) == 0
+    assert main(["export", str(path), "--dialect", "head", "--output", str(output)]) == 0
     comment = "".join(line for line in output.read_text().splitlines() if line.startswith("#"))
     assert WITH_PASSWORD in output.read_text() and "secret" not in comment
     assert mode(output) == 0o600

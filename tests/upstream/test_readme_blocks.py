@@ -21,7 +21,7 @@ from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
 
 PAGES = {
-    "readme": (REPO / "README.md", "## Inside prime-rl", "\n| | v0.6"),
+    "readme": (REPO / "README.md", "## Inside prime-rl", "\n| prime-rl | v0.6"),
     "guide": (REPO / "prime_composer/upstream/README.md", "# Inside prime-rl", "\n### Who asks"),
     "whole": (REPO / "prime_composer/upstream/README.md", "### The whole", "\n### The teacher"),
     "doctor": (REPO / "prime_composer/upstream/README.md", "## Does it fit", "\n## Support"),

@@ -14,7 +14,7 @@ from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import LOSS, adapter
 from prime_composer.upstream.versions.records import LOSS_V0_6, LOSS_V0_7
 from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
-from tests.prime_rl_checkout import RUN
+from tests.prime_rl_checkout import VERSIONS
 from tests.upstream import fake_prime_rl, scheduled_loss
 
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -193,8 +193,8 @@ def test_plain_launcher_refuses_inputs_it_cannot_provide(trainer, table, need):
         trainer.setup(**table)
 
 
-def test_plain_launcher_refuses_rewards_and_teacher_from_v0_7_on(trainer):
-    """From v0.7 on only the adapter's orchestrator gives one token both."""
+def test_plain_launcher_refuses_rewards_and_teacher_by_kind(trainer):
+    """Where the kinds are separate, only the adapter's orchestrator gives one token both."""
     if trainer.contract is LOSS_V0_6:
         trainer.setup(**SAMPLED, dialect="v0_6")
         return
@@ -367,7 +367,7 @@ def test_batch_with_a_sampling_mask_is_refused_untrained(newer_trainer, name):
 @pytest.mark.parametrize("whole_run", [True, False])
 def test_data_hook_reports_the_micro_batch_in_flight(trainer, whole_run):
     """On both roads; once a loop has ended, none is in flight."""
-    if whole_run:
+    if whole_run and trainer.contract is LOSS_V0_7:
         trainer.hook({"loss": SAMPLED})
     else:
         trainer.setup(**SAMPLED)
@@ -381,36 +381,36 @@ def test_data_hook_reports_the_micro_batch_in_flight(trainer, whole_run):
         assert adapter().micro_batch is None
 
 
-def test_kl_of_a_token_is_logged_by_environment(trainer):
+def test_kl_of_a_token_is_logged_by_environment(newer_trainer):
     """prime-rl joins metrics of one dimension end to end, so that their mean is that of tokens."""
-    trainer.hook({"loss": SAMPLED})
-    (batch,) = batches = trainer.next_batch("dd")
+    newer_trainer.hook({"loss": SAMPLED})
+    (batch,) = batches = newer_trainer.next_batch("dd")
     batch["env_names"] = ["sums"] * 6 + ["chains"] * 6
-    sequences = [trainer.inputs(), trainer.inputs()]
+    sequences = [newer_trainer.inputs(), newer_trainer.inputs()]
     sequences[1].loss_mask = torch.arange(6) == 5
     for _ in batches:
         adapter().micro_batch.place([one.trainer_logprobs for one in sequences])
-        metrics = [trainer.slot(one).metrics for one in sequences]
+        metrics = [newer_trainer.slot(one).metrics for one in sequences]
     for name, one, own in zip(("sums", "chains"), sequences, metrics, strict=True):
-        gap = one.trainer_logprobs - getattr(one, trainer.contract.ref_field)
+        gap = one.trainer_logprobs - getattr(one, newer_trainer.contract.ref_field)
         expected = gap[one.loss_mask].tolist()
         assert own["distillation/kl"].tolist() == pytest.approx(expected)
         assert own[f"distillation/kl/{name}"].tolist() == pytest.approx(expected)
     assert "distillation/kl/chains" not in metrics[0]
 
 
-def test_mixture_stops_without_the_orchestrators_mark(trainer):
+def test_mixture_stops_without_the_orchestrators_mark(newer_trainer):
     """Before the batch is trained."""
-    trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
+    newer_trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
     with pytest.raises(RuntimeError, match="adapter = true.*the orchestrator runs without it"):
-        trainer.next_batch("dd")
+        newer_trainer.next_batch("dd")
 
 
-def test_mixture_goes_on_with_the_mark_on_one_sequence(trainer):
+def test_mixture_goes_on_with_the_mark_on_one_sequence(newer_trainer):
     """One environment has a teacher of its own, another one a mixture."""
-    trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
-    loader = trainer.data.DataLoader("", 1)
-    scores = loader.micro_batches[1][trainer.contract.ref_field]
+    newer_trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
+    loader = newer_trainer.data.DataLoader("", 1)
+    scores = loader.micro_batches[1][newer_trainer.contract.ref_field]
     scores[0, 0] = MARK
     loader.get_batch()
     assert adapter().loss.seen
@@ -458,7 +458,7 @@ def test_trainer_has_the_validators_tolerances():
     assert ours == (answers.LOGPROB_TOLERANCE, answers.MASS_TOLERANCE, answers.IMPOSSIBLE)
 
 
-@pytest.mark.parametrize("version", RUN)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_train_loop_asks_for_one_batch_per_step(trees, version):
     """Our definition of a step: prime-rl's loop calls ``get_batch`` once, unconditionally."""
     source = (trees(version) / "src/prime_rl/trainer/rl/train.py").read_text()

@@ -1,4 +1,4 @@
-"""What groups give to distillation in prime-rl's own orchestrator and loss, from v0.7 on.
+"""What groups give to distillation in prime-rl's own orchestrator and loss.
 
 An exported recipe is read by prime-rl's parser. Its algorithm scores eight rollouts with our hooks
 and its sink makes a batch of them. Its packer packs it, and its ``compute_loss`` calls our loss.
@@ -17,10 +17,6 @@ from tests.upstream.in_prime_rl import Interpreter, interpreters
 # It starts no server: the whole runs need not wait for it.
 pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
 
-NEWER = (
-    pytest.param("head", marks=pytest.mark.upstream),
-    *(pytest.param(version, marks=pytest.mark.slow) for version in ("v0.7", "v0.8")),
-)
 KD = 0.25
 SAMPLED = {"type": "sampled_reverse_kl", "dialect": "v0_7"}
 LOSS = {"type": "compose", "distillation": {"teacher": {"weight": KD, "loss": SAMPLED}}}
@@ -76,7 +72,7 @@ def kd_sum(rollout):
 
 
 MAKE_BATCH = """
-import asyncio, os, sys, uuid
+import asyncio, os, sys
 from types import SimpleNamespace as Names
 
 os.environ["PRIME_COMPOSER"] = switch
@@ -97,9 +93,8 @@ from prime_rl.orchestrator.algo import build_algorithm
 from prime_rl.trainer import batch as packing
 from prime_rl.trainer.rl import loss as losses
 
-newest = version == "head"
 orchestrator = config.orchestrator
-(source,) = orchestrator.train.env if version == "v0.7" else orchestrator.train.source
+(source,) = orchestrator.train.source
 every = [rollout for group in groups for rollout in group]
 scores = {tuple(r["token_ids"]): [0.0] * prompt + r["log_q"] for r in every}
 
@@ -151,11 +146,13 @@ def trace_of(rollout, index):
         ),
     ]
     task = vf.TraceTask(type="Task", data=Data(idx=index, prompt=None))
-    reward = rollout["reward"] if version == "v0.7" else vf.Reward(score=rollout["reward"])
-    fields = dict(task=task, nodes=nodes, rewards={"r": reward})
-    if version != "v0.7":
-        fields |= {"agent": vf.AgentInfo(config=vf.AgentConfig()), "ok": True}
-    return fields
+    return vf.Trace(
+        task=task,
+        nodes=nodes,
+        rewards={"r": vf.Reward(score=rollout["reward"])},
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+        ok=True,
+    )
 
 
 env = Names(
@@ -166,46 +163,30 @@ env = Names(
 )
 grpo = build_algorithm(GRPOAlgoConfig(), Pool())
 environments = {"scored": env, "plain": Names(**{**vars(env), "algorithm": grpo})}
-common = dict(
+sink = train_sink.TrainSink(
+    orchestrator,
+    progress=Names(step=1),
     tokenizer=None,
     train_envs=Names(get=environments.__getitem__),
     mm_token_type_ids_mapping=None,
     batch_size=batch_size,
     token_batch_size=None,
 )
-if newest:
-    sink = train_sink.TrainSink(orchestrator, progress=Names(step=1), **common)
-else:
-    from prime_rl.orchestrator.filters import setup_filters
-    from prime_rl.orchestrator.types import Rollout
-
-    filters = {
-        f"{kind}_filters": setup_filters(
-            getattr(orchestrator, f"{kind}_batch_filters"), vocab_size=1000, kind=kind
-        )
-        for kind in ("pre", "post")
-    }
-    sink = train_sink.TrainSink(orchestrator, **filters, **common)
 
 
 async def make_batch():
     batch = None
     for index, group in enumerate(groups):
         for rollout in group:
-            fields = trace_of(rollout, index)
+            trace = trace_of(rollout, index)
             name = "plain" if index in without_teacher else "scored"
-            if newest:
-                trace = vf.Trace(**fields)
-                item = vf.Episode(
-                    env=vf.EnvInfo(id=name, name=name),
-                    task=trace.task,
-                    group=vf.GroupInfo(id=str(index)),
-                    traces=[trace],
-                )
-                batch = await sink.add(item)
-            else:
-                item = Rollout(**fields, env_name=name, group_id=uuid.UUID(int=index))
-                batch = await sink.add([item] if version == "v0.8" else item)
+            item = vf.Episode(
+                env=vf.EnvInfo(id=name, name=name),
+                task=trace.task,
+                group=vf.GroupInfo(id=str(index)),
+                traces=[trace],
+            )
+            batch = await sink.add(item)
     return batch
 
 
@@ -213,9 +194,8 @@ batch = asyncio.run(make_batch())
 result = {"asked": asked, "sent": [list(sample.token_ids) for sample in batch.samples]}
 """
 COMPUTE_LOSS = """
-arguments = {} if newest else {"idxs": [0] * len(batch.samples), "num_loras": 1}
 ((micro_batch,),) = packing.prepare_batch(
-    batch.samples, seq_len=512, num_train_workers=1, bin_cost=sum, **arguments
+    batch.samples, seq_len=512, num_train_workers=1, bin_cost=sum
 )
 log_p = {tuple(r["token_ids"]): [0.0] * prompt + r["log_p"] for r in every}
 lengths = micro_batch.sequence_lengths
@@ -275,13 +255,12 @@ def branch(trees, tmp_path_factory):
 
 @pytest.fixture
 def run(libraries, tmp_path):
-    """Return a function that trains one step in a new process with a version's prime-rl.
+    """Return a function that trains one step in a new process with prime-rl.
 
     With ``policy``, the policy is its own teacher, and a batch is made and not trained.
     """
 
     def start(
-        version,
         loss,
         rewards=None,
         without_teacher=(),
@@ -295,17 +274,16 @@ def run(libraries, tmp_path):
         if policy is not None:
             raw["teacher"] = {"policy": policy}
         raw["prime_rl"] = prime_rl
-        export = export_recipe(parse_recipe(raw), version)
+        export = export_recipe(parse_recipe(raw), "head")
         switch = "1"
         if rewards is not None:
             del export.table["trainer"]["loss"]
             switch = json.dumps({"loss": loss, "rewards": rewards})
         path = tmp_path / "run.toml"
         path.write_text(export.text())
-        return (process or libraries(version)).run(
+        return (process or libraries("head")).run(
             MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
             fork=True,
-            version=version,
             path=str(path),
             groups=rollouts(),
             prompt=PROMPT,
@@ -317,23 +295,23 @@ def run(libraries, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_rewards_and_teacher_are_one_loss_over_all_tokens(run, version):
+@pytest.mark.upstream
+def test_rewards_and_teacher_are_one_loss_over_all_tokens(run):
     """Rollouts of zero advantage are among them."""
-    check_one_loss(run(version, LOSS))
+    check_one_loss(run(LOSS))
 
 
 @pytest.mark.upstream
 def test_rewards_and_teacher_keep_what_prime_rl_prunes(run):
     """Later versions always take tokens with an advantage of 0 out of the rl loss."""
     pruned = {"orchestrator": {"train": {"filter_zero_advantages": True}}}
-    check_one_loss(run("head", LOSS, **pruned))
+    check_one_loss(run(LOSS, **pruned))
 
 
 @pytest.mark.slow
 def test_rewards_and_teacher_are_one_loss_on_a_branch(run, branch):
     """Its GRPO is made of clients, where it was the policy pool before."""
-    check_one_loss(run("head", LOSS, process=branch))
+    check_one_loss(run(LOSS, process=branch))
 
 
 def check_one_loss(actual):
@@ -344,25 +322,23 @@ def check_one_loss(actual):
     assert actual["loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_rewards_and_teacher_refuse_a_group_without_a_teacher(run, version):
+@pytest.mark.upstream
+def test_rewards_and_teacher_refuse_a_group_without_a_teacher(run):
     """Its rollouts are packed with scored ones, where prime-rl fills 0.0 in for no score."""
     with pytest.raises(AssertionError, match="no teacher has scored the token at position 2 of"):
-        run(version, LOSS, without_teacher=[0])
+        run(LOSS, without_teacher=[0])
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_rewards_beside_a_teacher_have_a_denominator_each(run, version):
+@pytest.mark.upstream
+def test_rewards_beside_a_teacher_have_a_denominator_each(run):
     """prime-rl's own rl loss, over tokens with an advantage alone; ours over all."""
-    kept = {} if version == "head" else {"orchestrator": {"post_batch_filters": []}}
-    actual = run(version, SAMPLED, rewards="beside", **kept)
+    actual = run(SAMPLED, rewards="beside")
     scored = list(advantages(rollouts()))
     tokens = sum(len(rollout["log_p"]) for rollout, _ in scored)
     signalled = [pair for pair in scored if pair[1] != 0]
-    rl = signalled if version == "head" else scored
-    rl_tokens = sum(len(rollout["log_p"]) for rollout, _ in rl)
+    rl_tokens = sum(len(rollout["log_p"]) for rollout, _ in signalled)
     assert (actual["rl_scale"], actual["ref_kl_scale"]) == (rl_tokens, tokens)
-    total = sum(rl_sum(*pair) for pair in rl) / rl_tokens
+    total = sum(rl_sum(*pair) for pair in signalled) / rl_tokens
     total += sum(kd_sum(rollout) for rollout, _ in scored) / tokens
     assert actual["loss"] == pytest.approx(total, rel=1e-5)
 
@@ -372,12 +348,11 @@ def system_message(text):
     return [1000 + ord(letter) for letter in text]
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_policy_is_given_a_right_sibling_of_the_group(run, version):
+@pytest.mark.upstream
+def test_policy_is_given_a_right_sibling_of_the_group(run):
     """The only right rollout of the first group has none, and is not sent to the trainer."""
     policy = {"update": "live", "hint": "sibling"}
-    # Head counts what trains, older versions count rollouts.
-    actual = run(version, SAMPLED, policy=policy, batch_size=7 if version == "head" else 8)
+    actual = run(SAMPLED, policy=policy, batch_size=7)  # of what trains
     first, second = rollouts()
     pairs = [(first[0], rollout) for rollout in first[1:]]
     pairs += [(second[1], second[0]), *((second[0], rollout) for rollout in second[1:])]
@@ -390,9 +365,9 @@ def test_policy_is_given_a_right_sibling_of_the_group(run, version):
     assert sorted(actual["sent"]) == sorted(rollout["token_ids"] for _, rollout in pairs)
 
 
-@pytest.mark.parametrize("version", NEWER)
-def test_policy_is_given_the_verdict_on_its_own_answer(run, version):
-    actual = run(version, SAMPLED, policy={"update": "live", "hint": "feedback"})
+@pytest.mark.upstream
+def test_policy_is_given_the_verdict_on_its_own_answer(run):
+    actual = run(SAMPLED, policy={"update": "live", "hint": "feedback"})
     every = [rollout for group in rollouts() for rollout in group]
     verdicts = {0.0: "This is wrong; the right answer is 2.", 1.0: "This is correct."}
     expected = [

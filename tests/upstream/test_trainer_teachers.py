@@ -40,7 +40,7 @@ TWO = [
 
 
 def micro_batch(seed=0, **more):
-    """Return prime-rl's micro-batch of v0.7 and later: two sequences, and padding."""
+    """Return prime-rl's micro-batch: two sequences, and padding."""
     n = sum(LENGTHS)
     trained = torch.zeros(1, n, dtype=torch.bool)
     trained[0, TRAINED] = True
@@ -590,6 +590,8 @@ def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
 def test_configured_header_that_is_damaged_is_refused(header: str) -> None:
     """In one sentence, before anything starts."""
     client = SimpleNamespace(headers={HEADER: header})
-    teacher = SimpleNamespace(client=client, model=SimpleNamespace(name="m"))
+    client.name = "m"
+    algorithm = SimpleNamespace(type="opd", teacher=client)
+    source = SimpleNamespace(resolved_name="x", algo=algorithm)
     with pytest.raises(ValueError, match="must be a JSON list of {url, model, weight}"):
-        configured(SimpleNamespace(teacher=teacher))
+        configured(SimpleNamespace(train=SimpleNamespace(source=[source])))

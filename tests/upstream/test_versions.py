@@ -10,12 +10,14 @@ from prime_composer.losses import parse_loss
 from prime_composer.upstream.versions.config_fields import probe_version
 from prime_composer.upstream.versions.records import (
     CONFIGS,
+    OLD,
     VERSIONS,
+    OldVersion,
     UnknownSurface,
     match_version,
     probe_contract,
 )
-from tests.prime_rl_checkout import REPO
+from tests.prime_rl_checkout import CONTRACTS, REPO
 from tests.upstream import fake_prime_rl
 
 RL = {"type": "default"}
@@ -58,23 +60,31 @@ def put_configs(monkeypatch, orchestrator, train, base_url):
         ("v0.6", {"training_mode": str}, {"env": list}, None),
         ("v0.7", {"algo": object}, {"env": list}, list[str]),
         ("v0.8", {"algo": object}, {"source": list}, list[str]),
-        ("head", {"algo": object}, {"source": list}, str),
     ],
 )
-def test_probe_version_reads_the_config_classes(monkeypatch, name, orchestrator, train, base_url):
+def test_probe_version_names_an_old_version(monkeypatch, name, orchestrator, train, base_url):
+    """What to install is said with it; v0.6 still has the five lines."""
     put_configs(monkeypatch, orchestrator, train, base_url)
-    assert probe_version() is VERSIONS[name]
+    with pytest.raises(OldVersion, match=rf"prime-rl {name} .*559b4477.*commit 5218d7f") as old:
+        probe_version()
+    assert old.value.name == name
+    assert ("the five lines in [trainer.loss]" in str(old.value)) is (name == "v0.6")
+
+
+def test_probe_version_reads_the_config_classes(monkeypatch):
+    put_configs(monkeypatch, {"algo": object}, {"source": list}, str)
+    assert probe_version() is VERSIONS["head"]
 
 
 def test_match_version_unknown_surface_lists_everything():
     with pytest.raises(UnknownSurface) as caught:
         match_version({"orchestrator.algo", "orchestrator.train.curriculum"})
-    for part in ("training_mode", "train.source", "orchestrator.train.curriculum", "559b4477"):
+    for part in ("train.source", "orchestrator.train.curriculum", "v0.6 (the five", "559b4477"):
         assert part in str(caught.value)
 
 
 def test_versions_are_keyed_by_their_names():
-    assert list(VERSIONS) == ["v0.6", "v0.7", "v0.8", "head", "v0.9", "main"]
+    assert [*OLD, *VERSIONS] == ["v0.6", "v0.7", "v0.8", "head", "v0.9", "main"]
     assert all(version.name == name for name, version in VERSIONS.items())
 
 
@@ -92,7 +102,7 @@ def test_versions_are_keyed_by_their_names():
     ],
 )
 def test_contract_provides_by_kind_of_token(contract, loss, adapter, expected):
-    assert VERSIONS[contract].contract.provides(parse_loss(loss), adapter) == expected
+    assert CONTRACTS[contract].provides(parse_loss(loss), adapter) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,13 +111,13 @@ def test_contract_provides_by_kind_of_token(contract, loss, adapter, expected):
         ("v0.6", SAMPLED, True),
         ("v0.6", BOTH, True),
         ("v0.6", RL, False),
-        ("v0.7", SAMPLED, True),
-        ("v0.7", BOTH, False),
+        ("head", SAMPLED, True),
+        ("head", BOTH, False),
         ("head", RL, False),
     ],
 )
 def test_contract_says_which_tokens_a_loss_gets(contract, loss, distils):
-    assert VERSIONS[contract].contract.distils(parse_loss(loss)) is distils
+    assert CONTRACTS[contract].distils(parse_loss(loss)) is distils
 
 
 def test_records_are_read_without_any_package():

@@ -1,11 +1,12 @@
 """Whole runs of an unmodified prime-rl on a CPU: launcher, orchestrator, env server and trainer.
 
-Each distills for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers
+Each distills for three optimizer steps, with the teacher's top-K sent by our adapter. One is v0.6,
+with the five lines alone. Its numbers
 are compared with float64, in scripts that import nothing of this package. A run takes about a
 minute. It needs a checkout of prime-rl and the environments of make_venvs.py, and is skipped
 without them.
 
-    pytest tests/upstream -m upstream                     two of the newest version, as CI does
+    pytest tests/upstream -m upstream                     some, as CI does
     pytest tests/upstream -m "upstream or slow"           all of them
     PRIME_COMPOSER_WHOLE_RUNS=all pytest tests/upstream   all of them, and the quick tests
 
@@ -35,7 +36,7 @@ from prime_composer.scoring.wire import SCORE_PATH
 from tests.fork_server import ForkServer
 from tests.upstream.e2e import cpu_recipe, launch_run
 from tests.upstream.e2e.launch_run import KEPT
-from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
+from tests.upstream.make_venvs import NO_VENV, is_ready, python_of
 
 HERE = Path(__file__).parent
 E2E = HERE / "e2e"
@@ -54,6 +55,7 @@ other = pytest.mark.slow
 K = 8
 TOP_K = {"type": "topk_reverse_kl", "k": K}
 SAMPLED = {"type": "sampled_reverse_kl"}
+SAMPLED_V0_6 = {**SAMPLED, "dialect": "v0_6"}
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +94,12 @@ def script(python, name, *words, **more):
 
 
 def run(
-    version,
     trees,
     models,
     folder,
     loss,
     *,
+    version="head",
     vllm=None,
     by_vllm=("student", "teacher", "other"),
     plugin=False,
@@ -118,6 +120,7 @@ def run(
     """Do one whole run, and return the servers' requests, the trainer's log and the folder.
 
     Args:
+        version: head, or v0.6 with its five lines.
         vllm: Python of real vLLM servers; None for the stand-in.
         by_vllm: roles that vLLM has. The stand-in has the others.
         plugin: the teacher's server has the scoring plugin.
@@ -165,19 +168,16 @@ def run(
             recipe["other"] = servers["other"].url
         urls = servers["student"].url, servers["teacher"].url
         config = folder / "run.toml"
-        config.write_text(
-            cpu_recipe.native(
-                *(version, *urls, model_folder, loss),
-                replay=replay,
-                apart=apart and declared,
-                **recipe,
-            )
-        )
+        if version == "v0.6":
+            text = cpu_recipe.five_lines(*urls, model_folder, loss)
+        else:
+            chosen = {"replay": replay, "apart": apart and declared}
+            text = cpu_recipe.native(*urls, model_folder, loss, **chosen, **recipe)
+        config.write_text(text)
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}
         sources = trees(tree or version)
         env = launch_run.environment(python, sources, folder, unhooked, **switches)
-        first = [*modules, *([verifiers_of(version)] if verifiers_of(version) else [])]
-        env["PYTHONPATH"] = os.pathsep.join([*map(str, first), env["PYTHONPATH"]])
+        env["PYTHONPATH"] = os.pathsep.join([*map(str, modules), env["PYTHONPATH"]])
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         if meanwhile is not None:
             threading.Thread(target=meanwhile, args=(servers,), daemon=True).start()
@@ -200,13 +200,13 @@ def run(
     }
 
 
-def metric_rows(result, version):
-    """Return the trainer's metrics: of prime-rl's JSONL monitor, or of W&B's offline file."""
-    folder = result["folder"]
-    if version == "head":
-        lines = (folder / "outputs/metrics.jsonl").read_text().splitlines()
+def metric_rows(result):
+    """Return the trainer's metrics: of prime-rl's JSONL monitor; of v0.6, of W&B's offline file."""
+    outputs = result["folder"] / "outputs"
+    if (outputs / "metrics.jsonl").exists():
+        lines = (outputs / "metrics.jsonl").read_text().splitlines()
     else:
-        (file,) = (folder / "outputs" / "wandb").glob("offline-run-*/*.wandb")
+        (file,) = (outputs / "wandb").glob("offline-run-*/*.wandb")
         lines = script(result["python"], "read_wandb.py", file).splitlines()
     return [json.loads(line) for line in lines]
 
@@ -286,32 +286,26 @@ def check_update(expected, update):
 
 
 RUNS = [
-    pytest.param("v0.6", {"fused": False}, marks=other),
-    pytest.param("head", {"fused": True}, marks=newest),
-    pytest.param("v0.6", {"fused": True, "ranks": 2, "tied": True}, marks=other),
-    pytest.param("v0.7", {"fused": True}, marks=other),
-    pytest.param("v0.8", {"fused": True}, marks=other),
-    pytest.param("head", {"fused": False, "ranks": 2, "tied": True}, marks=other),
+    pytest.param({"fused": True}, marks=newest),
+    pytest.param({"fused": False, "ranks": 2, "tied": True}, marks=other),
 ]
 
 
-@pytest.mark.parametrize(
-    "version,how", RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
-)
-def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, version, how):
+@pytest.mark.parametrize("how", RUNS, ids="-".join)
+def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, how):
     """The divergence of the first step is the one of the models alone."""
-    check_top_k(run(version, trees, models, tmp_path, TOP_K, **how), version)
+    check_top_k(run(trees, models, tmp_path, TOP_K, **how))
 
 
 STATISTICS = {"mean", "median", "std", "min", "max"}
 """What prime-rl logs of a metric's values."""
 
 
-def check_top_k(result, version):
+def check_top_k(result):
     """Check the numbers of a whole run with ``TOP_K`` against float64."""
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
     assert "topk_reverse_kl was called" in result["trainer"]
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     expected, update = reference(result)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert first_value(rows, "topk_reverse_kl/kl/max") == pytest.approx(
@@ -336,17 +330,14 @@ def check_top_k(result, version):
     check_update(expected, update)
 
 
-@pytest.mark.parametrize(
-    "version",
-    [pytest.param(version, marks=other) for version in ("v0.6", "v0.7", "v0.8", "head")],
-)
-def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, version):
+@other
+def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path):
     """Two environments of the recipe, each with its own mixture of two teachers."""
-    result = run(version, trees, models, tmp_path, TOP_K, several=True)
+    result = run(trees, models, tmp_path, TOP_K, several=True)
     mixture = mixture_of(result)
     scored = [[r["in"] for r in generate_requests(result, role)] for role in ("teacher", "other")]
     assert sorted(scored[0]) == sorted(scored[1])
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     expected, update = reference(result, mixture)
     unmixed, _ = reference(result)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
@@ -380,9 +371,9 @@ def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(EXAMPLES))
     loss = {"type": "my_loss:huber", "delta": delta}
     # The whole batch fits one micro-batch, so that prime-rl's loss/mean is the loss per token.
-    result = run("head", trees, models, tmp_path, loss, modules=[EXAMPLES], seq_len=512)
+    result = run(trees, models, tmp_path, loss, modules=[EXAMPLES], seq_len=512)
     assert "my_loss:huber was called" in result["trainer"]
-    rows = metric_rows(result, "head")
+    rows = metric_rows(result)
     expected, update = reference(result)
     gaps = [[abs(ratio) for ratio in ratios] for ratios in expected["log_ratio"]]
     huber = [
@@ -399,25 +390,24 @@ def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypat
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_whole_run_without_orchestrator_hooks_stops_a_mixture(trees, models, tmp_path, version):
+def test_whole_run_without_orchestrator_hooks_stops_a_mixture(trees, models, tmp_path):
     """A sampled loss needs no support: only the mark shows the trainer that the hooks are off."""
-    hooked = run(version, trees, models, tmp_path / "with", SAMPLED, several=True)
+    hooked = run(trees, models, tmp_path / "with", SAMPLED, several=True)
     assert "sampled_reverse_kl was called" in hooked["trainer"]
     message = "adapter = true: .* and the orchestrator runs without it"
     with pytest.raises(pytest.fail.Exception, match=message):
         folder, unhooked = tmp_path / "without", ("orchestrator",)
-        run(version, trees, models, folder, SAMPLED, several=True, unhooked=unhooked)
+        run(trees, models, folder, SAMPLED, several=True, unhooked=unhooked)
 
 
 @other
 def test_whole_run_beside_rl_keeps_prime_rls_rl_loss(trees, models, tmp_path):
     """An rl environment has prime-rl's own loss; ours is named in PRIME_COMPOSER."""
     switch = json.dumps({"loss": TOP_K})
-    result = run("head", trees, models, tmp_path, TOP_K, rl=True, steps=4, switch=switch)
+    result = run(trees, models, tmp_path, TOP_K, rl=True, steps=4, switch=switch)
     registered = "topk_reverse_kl registered for distillation tokens (ref_kl_loss_fn)"
     assert registered in result["trainer"]
-    rows = metric_rows(result, "head")
+    rows = metric_rows(result)
     # Whole groups of four fill a batch, of either kind: the first one with ours has four or eight.
     expected, update = reference(result)
     actual = first_value(rows, "topk_reverse_kl/kl/mean")
@@ -507,22 +497,14 @@ def sequences(micro_batch):
 
 
 def spans(micro_batch):
-    """Yield the slice of each packed sequence, up to the last token that trains.
-
-    v0.6 pads with a sequence that trains none.
-    """
+    """Yield the slice of each packed sequence, up to the last token that trains."""
     mask = micro_batch[1]
     start = 0
-    for length in lengths_of(micro_batch):
+    for length in micro_batch[5]:
         trained = [t for t in range(start, start + length) if mask[t]]
         if trained:
             yield slice(start, trained[-1] + 1)
         start += length
-
-
-def lengths_of(micro_batch):
-    """Return the lengths of the packed sequences: before v0.7 they are in another field."""
-    return micro_batch[5] if isinstance(micro_batch[5][0], int) else micro_batch[7]
 
 
 def mixed_reference(result, steps, weight):
@@ -552,14 +534,12 @@ def weights_of(result, version):
 
 
 @other
-@pytest.mark.parametrize("version", ["head", "v0.7", "v0.8"])
-def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, version):
+def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path):
     """One loss over one denominator: each step's is the one that float64 gives.
 
     Half of the groups earn equal rewards, and are worth their distillation.
     """
     result = run(
-        version,
         trees,
         models,
         tmp_path,
@@ -574,22 +554,21 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, vers
     advantages = [r["advantage"] for step in steps for r in step["rollouts"]]
     assert any(advantages) and not all(advantages)
     expected = mixed_reference(result, steps, 0.5)
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
     # bfloat16 models: the logits of both sides are rounded to 8 bits.
     assert losses == pytest.approx(expected, abs=1e-2)
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path, version):
+def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path):
     """The same divergence as by the orchestrator, and prime-rl's field for experts is empty."""
     asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
-    result = run(version, trees, models, tmp_path, TOP_K, **asked)
+    result = run(trees, models, tmp_path, TOP_K, **asked)
     requests = [r for r in result["teacher"] if "in" in r]
     assert all(r["kinds"] == ["sampled", "top_k"] and r["k"] == K for r in requests)
     expected, update = reference(result)
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
         (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
@@ -642,19 +621,18 @@ def replayed_steps(result):
 
 
 @other
-@pytest.mark.parametrize("version", ["head"])
-def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path, version):
+def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path):
     """Both need the same field of a sample: it has the experts, and the trainer asks the teacher.
 
     The student's server uses each router's least probable experts, so that a trainer with its own
     choice would have another loss.
     """
     asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
-    result = run(version, trees, models, tmp_path, TOP_K, replay=True, **asked)
+    result = run(trees, models, tmp_path, TOP_K, replay=True, **asked)
     steps = replayed_steps(result)
     assert len(steps) == cpu_recipe.STEPS
     expected = replay_numbers(result, steps)
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     actual = [
         [row[name] for row in rows if name in row]
         for name in ("loss/mean", "topk_reverse_kl/kl/max")
@@ -685,16 +663,12 @@ FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 # nothing, so that both have four.
 UNEVEN = {"ranks": 2, "batch": 7, "seq_len": 40}
 FULL_RUNS = [
-    pytest.param("head", UNEVEN, marks=newest),
-    *(pytest.param(version, UNEVEN, marks=other) for version in ("v0.6", "v0.7", "v0.8")),
-    pytest.param("head", {}, marks=other),
-    pytest.param("v0.6", {"fused": False}, marks=other),
-    pytest.param("v0.7", {}, marks=other),
-    pytest.param("v0.8", {}, marks=other),
-    pytest.param("head", {"tied": True, "fused": False}, marks=other),
-    pytest.param("head", {"tied": True, "ranks": 2}, marks=other),
-    pytest.param("head", {"several": True}, marks=other),
-    pytest.param("head", {"lora": True}, marks=other),
+    pytest.param(UNEVEN, marks=newest),
+    pytest.param({}, marks=other),
+    pytest.param({"tied": True, "fused": False}, marks=other),
+    pytest.param({"tied": True, "ranks": 2}, marks=other),
+    pytest.param({"several": True}, marks=other),
+    pytest.param({"lora": True}, marks=other),
 ]
 
 
@@ -705,7 +679,7 @@ def untrained_sequences(result):
         batches = msgspec.msgpack.decode(file.read_bytes())
         empty = [batch for batch in batches if not any(batch[1])]
         step = step_of(file.parent)
-        counts[step] = counts.get(step, 0) + sum(len(lengths_of(batch)) for batch in empty)
+        counts[step] = counts.get(step, 0) + sum(len(batch[5]) for batch in empty)
     return [counts[step] for step in sorted(counts)]
 
 
@@ -741,16 +715,14 @@ def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     return json.loads(script(result["python"], "reference_full.py", student, file))
 
 
-@pytest.mark.parametrize(
-    "version,how", FULL_RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
-)
-def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, version, how):
+@pytest.mark.parametrize("how", FULL_RUNS, ids="-".join)
+def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, how):
     """The trainer asks for hidden states: each step's loss is the one that float64 gives.
 
     So is the direction in which the first update moves each weight, head and embeddings included.
     """
-    result = run(version, trees, models, tmp_path, FULL, **{"plugin": True, "seq_len": 512, **how})
-    check_whole_vocabulary(result, version, how)
+    result = run(trees, models, tmp_path, FULL, **{"plugin": True, "seq_len": 512, **how})
+    check_whole_vocabulary(result, how)
 
 
 @other
@@ -762,8 +734,8 @@ def test_whole_run_of_an_outside_loss_compares_all_ids(trees, models, tmp_path, 
     monkeypatch.syspath_prepend(str(folder))
     loss = {"type": "whole_kl:reverse", "k": "full"}
     recipe = {"plugin": True, "seq_len": 512, "modules": [folder]}
-    result = run("head", trees, models, tmp_path / "run", loss, **recipe)
-    check_whole_vocabulary(result, "head", {}, "whole_kl:reverse")
+    result = run(trees, models, tmp_path / "run", loss, **recipe)
+    check_whole_vocabulary(result, {}, "whole_kl:reverse")
 
 
 WHOLE_KL = """
@@ -789,7 +761,7 @@ def reverse(inputs: LossInputs, config: WholeKL) -> LossOutputs:
 """
 
 
-def check_whole_vocabulary(result, version, how, name="topk_reverse_kl"):
+def check_whole_vocabulary(result, how, name="topk_reverse_kl"):
     """Check requests, metrics of every step and the first update of a run over all ids."""
     assert f"{name} was called" in result["trainer"]
     assert {r["path"] for r in result["teacher"] if "in" in r} == {SCORE_PATH}
@@ -798,7 +770,7 @@ def check_whole_vocabulary(result, version, how, name="topk_reverse_kl"):
     assert len(known) <= how.get("ranks", 1) < len(asked)  # each rank's known request
     mixture = mixture_of(result) if "several" in how else lambda tokens: {"teacher": 1.0}
     expected = full_reference(result, mixture)
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     losses, values = (
         [row[key] for row in rows if key in row] for key in ("loss/mean", f"{name}/kl/mean")
     )
@@ -830,22 +802,21 @@ def test_whole_run_compares_the_whole_vocabulary_with_vllm(trees, models, tmp_pa
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     served = {"vllm": sys.executable, "by_vllm": ["teacher"], "plugin": True}
-    result = run("head", trees, models, tmp_path, FULL, seq_len=512, **served)
-    check_whole_vocabulary(result, "head", {})
+    result = run(trees, models, tmp_path, FULL, seq_len=512, **served)
+    check_whole_vocabulary(result, {})
 
 
 @other
 @pytest.mark.vllm
 @pytest.mark.parametrize("plugin", [False, True], ids=["json", "plugin"])
-@pytest.mark.parametrize("version", ["head"])
-def test_whole_run_with_vllm_servers(trees, models, tmp_path, version, plugin):
+def test_whole_run_with_vllm_servers(trees, models, tmp_path, plugin):
     """Student and teacher are served by real vLLM, the teacher's scores in JSON or in binary."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    result = run(version, trees, models, tmp_path, TOP_K, vllm=sys.executable, plugin=plugin)
+    result = run(trees, models, tmp_path, TOP_K, vllm=sys.executable, plugin=plugin)
     roads = {request["path"] for request in generate_requests(result, "teacher")}
     assert roads == {SCORE_PATH if plugin else "/inference/v1/generate"}
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     expected, update = reference(result)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert expected["moved"] > 1e-3 and not update["missing"]
@@ -871,12 +842,12 @@ def test_whole_run_survives_a_killed_teacher(trees, models, tmp_path):
         teacher.replace(standby)
         restarts.append(len(teacher.requests()))
 
-    result = run("head", trees, models, tmp_path, TOP_K, meanwhile=kill_and_restart)
+    result = run(trees, models, tmp_path, TOP_K, meanwhile=kill_and_restart)
     assert len(restarts) == 1 and restarts[0] < len(result["teacher"])
     # A request whose answer was lost is asked again.
     scored = generate_requests(result, "teacher")
     once = {json.dumps(request["in"]): request for request in scored}
-    rows = metric_rows(result, "head")
+    rows = metric_rows(result)
     expected, update = reference({**result, "teacher": list(once.values())})
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}
@@ -895,7 +866,7 @@ def test_whole_run_ends_when_the_teacher_turns_bad(trees, models, tmp_path):
         log.with_suffix(".spoiled").touch()
 
     with pytest.raises(pytest.fail.Exception, match="the launcher ended with"):
-        run("head", trees, models, tmp_path, TOP_K, meanwhile=spoil)
+        run(trees, models, tmp_path, TOP_K, meanwhile=spoil)
     (log,) = tmp_path.rglob("orchestrator.log")
     line = r"prime_composer: a rollout got no scores, and the run ends: The teacher at http://127\."
     assert len(re.findall(line, log.read_text())) >= 1
@@ -903,8 +874,8 @@ def test_whole_run_ends_when_the_teacher_turns_bad(trees, models, tmp_path):
 
 @other
 def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_path):
-    """The newest version scores with the policy itself, which is given the answer as a hint."""
-    result = run("head", trees, models, tmp_path, TOP_K, hint="reference")
+    """The policy itself scores, and is given the answer as a hint."""
+    result = run(trees, models, tmp_path, TOP_K, hint="reference")
     requests = generate_requests(result, "student")
     scored = [r for r in requests if "prompt_logprobs" in r["params"]]
     sampled = [r["in"] + r["out"] for r in requests]
@@ -915,7 +886,7 @@ def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_
         any(r["in"][-len(tokens) :] == tokens and len(r["in"]) > len(tokens) for tokens in sampled)
         for r in scored
     )
-    rows = metric_rows(result, "head")
+    rows = metric_rows(result)
     assert "topk_reverse_kl was called" in result["trainer"]
     assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
     assert first_value(rows, "optim/grad_norm") > 0
@@ -923,11 +894,9 @@ def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_
 
 @other
 @pytest.mark.parametrize("hint", ["sibling", "feedback"])
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
-def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, version, hint):
+def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, hint):
     """The hint, token for token, comes before the tokens that the policy has sampled."""
     result = run(
-        version,
         trees,
         models,
         tmp_path,
@@ -967,7 +936,7 @@ def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, version, hin
             if hint == "feedback" or len(reply) % 2
         }
     assert {json.dumps(tokens) for tokens in scored} <= possible
-    rows = metric_rows(result, version)
+    rows = metric_rows(result)
     assert "topk_reverse_kl was called" in result["trainer"]
     assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
     # What has no right sibling is not sent to the trainer.
@@ -976,15 +945,14 @@ def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, version, hin
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_whole_run_that_is_extended_keeps_its_schedule(trees, models, tmp_path, version):
+def test_whole_run_that_is_extended_keeps_its_schedule(trees, models, tmp_path):
     """The run ended at its last step, whose state nothing kept: its schedule repeats one step."""
     taid = {"type": "taid", "k": K, "total_steps": 10, "t_start": 0.2, "alpha": 0.5, "beta": 0.5}
-    run(version, trees, models, tmp_path, taid, resume=False)
+    run(trees, models, tmp_path, taid, resume=False)
     (journal,) = (tmp_path / "outputs").rglob("prime_composer_loss.jsonl")
     before = journal.read_text().splitlines()
     steps = cpu_recipe.STEPS + 2
-    result = run(version, trees, models, tmp_path, taid, resume=True, steps=steps)
+    result = run(trees, models, tmp_path, taid, resume=True, steps=steps)
     lines = journal.read_text().splitlines()
     assert len(before) == cpu_recipe.STEPS and lines[: len(before)] == before
     records = [json.loads(line) for line in lines]
@@ -997,15 +965,23 @@ def test_whole_run_that_is_extended_keeps_its_schedule(trees, models, tmp_path, 
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_whole_run_of_the_plain_launcher_has_a_sampled_loss(trees, models, tmp_path, version):
-    """``[trainer.loss] import_path`` alone: no adapter, and prime-rl's own requests."""
-    result = run(version, trees, models, tmp_path, SAMPLED, switch=None)
+def test_whole_run_of_v0_6_has_the_five_lines(trees, models, tmp_path):
+    """``[trainer.loss] import_path`` alone; of all else v0.6 knows nothing of this package."""
+    check_sampled(run(trees, models, tmp_path, SAMPLED_V0_6, version="v0.6", switch=None))
+
+
+@other
+def test_whole_run_of_the_plain_launcher_has_a_sampled_loss(trees, models, tmp_path):
+    """No adapter, and prime-rl's own requests."""
+    check_sampled(run(trees, models, tmp_path, SAMPLED, switch=None), "ref_kl")
+
+
+def check_sampled(result, name="teacher_kl"):
+    """Check the first step of a run without the adapter; ``name`` is prime-rl's of its metric."""
     assert all(r["params"]["prompt_logprobs"] == 1 for r in result["teacher"] if "params" in r)
     assert "sampled_reverse_kl was called" in result["trainer"]
-    rows = metric_rows(result, version)
     expected, _ = reference(result)
-    name = "teacher_kl" if version == "v0.6" else "ref_kl"
     ratio = mean([mean(ratios) for ratios in expected["log_ratio"]])
-    assert first_value(rows, f"sampled_reverse_kl/{name}/mean") == pytest.approx(ratio, abs=2e-2)
+    actual = first_value(metric_rows(result), f"sampled_reverse_kl/{name}/mean")
+    assert actual == pytest.approx(ratio, abs=2e-2)
     assert expected["moved"] > 1e-3

@@ -16,39 +16,28 @@ models = whole_run.models
 APART = {"apart": True, "plugin": True, "words": True}
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param("v0.7", marks=other),
-        pytest.param("v0.8", marks=other),
-        pytest.param("head", marks=newest),
-    ],
-)
-def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path, version):
+@newest
+def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path):
     """The divergence of the first step is that of sums in float64, in the teacher's template."""
-    check(whole_run.run(version, trees, models, tmp_path, TOP_K, **APART), version)
+    check(whole_run.run(trees, models, tmp_path, TOP_K, **APART))
 
 
 @pytest.mark.parametrize(
-    "version,asked_by",
-    [
-        pytest.param("v0.6", None, marks=other),
-        pytest.param("head", None, marks=newest),
-        pytest.param("head", "trainer", marks=other),
-    ],
+    "asked_by",
+    [pytest.param(None, marks=newest), pytest.param("trainer", marks=other)],
 )
-def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, version, asked_by):
+def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, asked_by):
     """It trained to its end, with losses like any others: no id was outside of the vocabulary."""
     how = {"apart": True, "declared": False, "asked_by": asked_by}
     with pytest.raises(pytest.fail.Exception, match="other tokens than the student"):
-        whole_run.run(version, trees, models, tmp_path, TOP_K, **how)
+        whole_run.run(trees, models, tmp_path, TOP_K, **how)
     assert not [*tmp_path.rglob("broadcasts/step_1")]
 
 
-def check(result, version):
+def check(result):
     """Check the numbers of a run against float64."""
     expected = reference(result)
-    rows = whole_run.metric_rows(result, version)
+    rows = whole_run.metric_rows(result)
     assert expected["asked"] and len(expected["tail_kl"]) == cpu_recipe.BATCH
     # bfloat16 models: the logits of both sides are rounded to 8 bits.
     assert whole_run.first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(

@@ -19,30 +19,20 @@ from tokenizers import Tokenizer
 from prime_composer.problems.orders import price, times
 from tests.prime_rl_checkout import REPO
 from tests.upstream import test_whole_run as whole_run
-from tests.upstream.test_export_upstream import AGENT, BY_ID
+from tests.upstream.test_export_upstream import AGENT
 from tests.upstream.test_whole_run import TOP_K, K, other
 
 models = whole_run.models
 
-HARNESS = {"id": "tiny-turns"}
-NATIVE = {
-    "v0.7": {"harness": HARNESS},
-    "v0.8": {"env": {"agent": {"harness": HARNESS}}},
-    "head": {"env": {"agent": {"harness": HARNESS}}},
+SPELL = {
+    "id": "tiny-turns",
+    "args": {"turns": 3, "first": 20},
+    "max_turns": 2,
+    "timeout": 300,
+    # Its own, in the place of prime-rl's, which needs PyPI at run time.
+    "prime_rl": {"env": {"agent": {"harness": {"id": "tiny-turns"}}}},
 }
-"""The environment's own harness, in the place of prime-rl's, which needs PyPI at run time."""
-
-
-def environment(api):
-    """Return a table of the recipe: numbers from 20 on, of which even ones take two turns.
-
-    With the API v1 they would take three turns. The recipe's limit ends them.
-    """
-    if api == "v0":
-        table = {"id": "tiny-turns-v0", "args": {"turns": 2, "first": 20}}
-    else:
-        table = {"id": "tiny-turns", "args": {"turns": 3, "first": 20}, "max_turns": 2}
-    return {**table, "api": api, "timeout": 300}
+"""Numbers from 20 on, of which even ones would take three turns. The recipe's limit ends them."""
 
 
 def trained_sequences(result):
@@ -52,9 +42,8 @@ def trained_sequences(result):
     for file in sorted(files, key=lambda file: whole_run.step_of(file.parent)):
         sequences = []
         for tokens, mask, *fields in msgspec.msgpack.decode(file.read_bytes()):
-            lengths = fields[3] if isinstance(fields[3][0], int) else fields[5]
             start = 0
-            for length in lengths:
+            for length in fields[3]:
                 trained = [t for t in range(length) if mask[start + t]]
                 if trained:
                     sequences.append((tokens[start : start + trained[-1] + 1], trained))
@@ -80,22 +69,10 @@ def sampled_places(tokens, requests):
 
 
 @other
-@pytest.mark.parametrize("version,api", BY_ID)
-def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path, version, api):
+def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path):
     """Only the student's own tokens train, in every turn; their divergence is the models'."""
-    table = environment(api)
-    if api == "v1":
-        table["prime_rl"] = NATIVE[version]
-    result = whole_run.run(
-        version,
-        trees,
-        models,
-        tmp_path,
-        TOP_K,
-        environments={"spell": table},
-        words=True,
-        seq_len=512,
-    )
+    how = {"environments": {"spell": SPELL}, "words": True, "seq_len": 512}
+    result = whole_run.run(trees, models, tmp_path, TOP_K, **how)
     assert "topk_reverse_kl was called" in result["trainer"]
     requests = whole_run.generate_requests(result, "student")
     scored = [r["in"] for r in whole_run.generate_requests(result, "teacher")]
@@ -110,10 +87,10 @@ def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path, version
         assert turns == (2 if even else 1) and ("again 1" in text) == even
         seen.add(turns)
     assert seen == {1, 2}
-    check_divergence(result, version, steps[0])
+    check_divergence(result, steps[0])
 
 
-def check_divergence(result, version, step, k=K, error=5e-3):
+def check_divergence(result, step, k=K, error=5e-3):
     """Compare the first step's metric with the models alone, and return the models' numbers."""
     teachers = {str(result["models"] / "teacher"): 1.0}
     file = result["folder"] / "sequences.json"
@@ -121,7 +98,7 @@ def check_divergence(result, version, step, k=K, error=5e-3):
     newest = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=whole_run.step_of)
     words = result["models"] / "student", k, file, newest
     expected = json.loads(whole_run.script(result["python"], "reference.py", *words))
-    rows = whole_run.metric_rows(result, version)
+    rows = whole_run.metric_rows(result)
     whole_run.check_kl(whole_run.first_value(rows, "topk_reverse_kl/kl/mean"), expected, error)
     return expected
 
@@ -194,15 +171,13 @@ def trained_elsewhere(tokens, trained, every):
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.8", "head"])
 def test_whole_run_trains_on_an_environment_with_tools(
-    trees, orders_models, orders_module, tmp_path, version
+    trees, orders_models, orders_module, tmp_path
 ):
     """Of a price, a product and an answer the student's own tokens train, the tools' do not."""
     recipe = tomllib.loads(AGENT.read_text())
     loss, table = recipe["loss"], recipe["environments"]["orders"]
     result = whole_run.run(
-        version,
         trees,
         orders_models,
         tmp_path,
@@ -238,6 +213,6 @@ def test_whole_run_trains_on_an_environment_with_tools(
     # A teacher is asked for the beginning of its first sequence again, and for no other part.
     parts = [one for one in scored for tokens, _ in every if one == tokens[: len(one)]]
     assert len(parts) - len(every) <= 1
-    expected = check_divergence(result, version, steps[0], loss["k"], error=1e-3)
+    expected = check_divergence(result, steps[0], loss["k"], error=1e-3)
     assert whole_run.mean(expected["tail_kl"]) > 4e-3
     whole_run.check_update(expected, whole_run.last_update(result))

@@ -30,14 +30,12 @@ def new_tokens(tokens, prompt):
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.8", "head"])
-def test_whole_run_leaves_repetitions_out(trees, models, tmp_path, version):
+def test_whole_run_leaves_repetitions_out(trees, models, tmp_path):
     """The divergence of the first step is the models' over the tokens before a repetition.
 
     prime-rl divides the sum by all tokens that it trains on, the repeated ones included.
     """
     result = whole_run.run(
-        version,
         trees,
         models,
         tmp_path,
@@ -46,7 +44,7 @@ def test_whole_run_leaves_repetitions_out(trees, models, tmp_path, version):
         rollout={"max_tokens": LENGTH},
         seq_len=512,  # the whole batch fits one micro-batch, so that loss/mean is the step's
     )
-    rows = whole_run.metric_rows(result, version)
+    rows = whole_run.metric_rows(result)
     kept, update = whole_run.reference(result, places=new_tokens)
     every, _ = whole_run.reference(result)
     tokens, all_tokens = ([len(one) for one in numbers["log_ratio"]] for numbers in (kept, every))

@@ -20,13 +20,8 @@ from tests.upstream.export_recipes import tables
 from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
 
-pytestmark = pytest.mark.xdist_group("prime-rl's launcher")
+pytestmark = [pytest.mark.upstream, pytest.mark.xdist_group("prime-rl's launcher")]
 
-VERSIONS = [
-    pytest.param("head", marks=pytest.mark.upstream),
-    *(pytest.param(version, marks=pytest.mark.slow) for version in ("v0.6", "v0.7", "v0.8")),
-]
-each_version = pytest.mark.parametrize("job", VERSIONS, indirect=True)
 PTH = REPO / "prime_composer" / "upstream" / "prime_composer.pth"
 LOSS = {"type": "topk_reverse_kl", "k": 4}
 UV = """#!/bin/sh
@@ -49,8 +44,7 @@ else:
     from prime_rl.trainer.rl import loss as module
     from prime_rl.configs.rl import RLConfig
     from prime_rl.utils.config import cli
-    setup = getattr(module, "setup_rl_loss_fn", None) or module.setup_loss_fns
-    setup(cli(RLConfig).trainer.loss)
+    module.setup_rl_loss_fn(cli(RLConfig).trainer.loss)
 print("STARTED " + json.dumps(loss), flush=True)
 """
 """In the place of `rl`, which needs servers: what its processes read first of our loss."""
@@ -59,12 +53,12 @@ print("STARTED " + json.dumps(loss), flush=True)
 class Job:
     """A project folder of prime-rl with an environment, and the commands of a cluster."""
 
-    def __init__(self, version, trees, folder):
-        self.version, self.project = version, folder / "project"
+    def __init__(self, trees, folder):
+        self.project = folder / "project"
         venv = self.project / ".venv"
         self.log = folder / "uv.log"
-        base = python_of(version)
-        self.env = environment_of(version, trees, folder)
+        base = python_of("head")
+        self.env = environment_of("head", trees, folder)
         subprocess.run([base, "-m", "venv", "--without-pip", venv], check=True)
         (site,) = (venv / "lib").glob("python*/site-packages")
         # A line with a folder: its packages can be imported, and its own .pth files do not count.
@@ -98,7 +92,7 @@ class Job:
     def render(self, slurm=None, deployment=None, **switch):
         """Have prime-rl's dry run write the script; return the process, and the script's path."""
         raw = tables(student={"model": "Qwen/Qwen3-0.6B"}, loss=LOSS)
-        table = export_recipe(parse_recipe(raw), self.version).table
+        table = export_recipe(parse_recipe(raw), "head").table
         table["output_dir"] = str(self.project / "outputs")
         table["slurm"] = {"project_dir": str(self.project), **(slurm or {})}
         table |= {} if deployment is None else {"deployment": deployment}
@@ -123,15 +117,13 @@ class Job:
 
 
 @pytest.fixture
-def job(request, trees, tmp_path):
-    """Return the job of the test's version."""
-    return Job(request.param, trees, tmp_path)
+def job(trees, tmp_path):
+    return Job(trees, tmp_path)
 
 
 REINSTALLED = {"pre_run_command": "uv pip install PATH"}
 
 
-@each_version
 def test_whole_run_slurm_without_a_reinstall_is_refused(job):
     """One line, no traceback, no script."""
     done, scripts = job.render(PRIME_COMPOSER="1")
@@ -140,7 +132,6 @@ def test_whole_run_slurm_without_a_reinstall_is_refused(job):
     assert "Traceback" not in done.stderr
 
 
-@each_version
 def test_whole_run_slurm_ends_where_the_package_is_gone(job):
     """The command that should install it does not: the job ends before anything of it starts."""
     done, (script,) = job.render(REINSTALLED, PRIME_COMPOSER="1")
@@ -154,7 +145,6 @@ def test_whole_run_slurm_ends_where_the_package_is_gone(job):
     assert job.started(ran) is None
 
 
-@each_version
 def test_whole_run_slurm_carries_the_loss_to_the_job(job):
     """Its shell has no variable: the script has it. The dry run has printed the same line."""
     done, (script,) = job.render(REINSTALLED, PRIME_COMPOSER="1")
@@ -164,7 +154,6 @@ def test_whole_run_slurm_carries_the_loss_to_the_job(job):
     assert line in done.stderr
 
 
-@each_version
 def test_whole_run_slurm_of_five_lines_dies_by_itself(job):
     """Without the variable no hook sees the script. [trainer.loss] names what is not there."""
     done, (script,) = job.render()
@@ -174,7 +163,6 @@ def test_whole_run_slurm_of_five_lines_dies_by_itself(job):
     assert job.started(ran) is None
 
 
-@each_version
 def test_whole_run_slurm_of_nodes_is_guarded_before_srun(job):
     """It is not executed: the script of several nodes kills every prime-rl of its machine."""
     several = {"type": "multi_node", "num_train_nodes": 2, "num_infer_nodes": 1}

@@ -19,7 +19,7 @@ def test_whole_run_of_a_branch_distils_on_the_top_k(trees, models, tmp_path, tre
 
     The other two need a verifiers of their own, which is no release.
     """
-    check_top_k(run("head", trees, models, tmp_path, TOP_K, tree=tree), "head")
+    check_top_k(run(trees, models, tmp_path, TOP_K, tree=tree))
 
 
 TRAIN = """

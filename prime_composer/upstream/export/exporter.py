@@ -15,7 +15,13 @@ from prime_composer.upstream.export.refusals import refuse, refuse_native
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
 from prime_composer.upstream.versions.config_fields import ConfigFields
-from prime_composer.upstream.versions.records import VERSIONS, Version, versions_that_run
+from prime_composer.upstream.versions.records import (
+    OLD,
+    VERSIONS,
+    OldVersion,
+    Version,
+    versions_that_run,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def export_recipe(
 
     Args:
         recipe: the recipe.
-        dialect: a version, or its name, a key of ``VERSIONS`` (``v0_6`` is ``v0.6``).
+        dialect: a version, or its name, a key of ``VERSIONS`` (``v0_9`` is ``v0.9``).
         models: directories of the models under ``[*.prepare]``, by table of the recipe.
         problems: the recipe's problems. None: loaded if rows name teachers.
         fields: the keys that the installed prime-rl takes. None: whatever the version has.
@@ -68,6 +74,8 @@ def export_recipe(
     """
     version = dialect if isinstance(dialect, Version) else VERSIONS.get(plain_name(dialect))
     if version is None:
+        if (old := plain_name(str(dialect))) in OLD:
+            raise RecipeError(f"no recipe is exported for {old}: {OldVersion(old)}")
         raise RecipeError(f"unknown dialect {dialect!r}: choose one of {', '.join(VERSIONS)}")
     refuse(recipe, version)
     plan = Plan.of(recipe, version, {} if models is None else models, problems)
@@ -76,8 +84,8 @@ def export_recipe(
     if missing:
         raise RecipeError(
             f"the installed prime-rl, which is like {version.name}, does not take {len(missing)} "
-            f"of the keys that this recipe needs: {', '.join(missing)}. Install one of "
-            f"{versions_that_run()}, or run the recipe with --engine local."
+            f"of the keys that this recipe needs: {', '.join(missing)}. Install "
+            f"prime-rl {versions_that_run()}, or run the recipe with --engine local."
         )
     merge_native(table, recipe.prime_rl, version.name)
     refuse_native(recipe.loss, recipe.rollout, version, table)

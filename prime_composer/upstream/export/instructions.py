@@ -11,7 +11,7 @@ from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.environment import NAME
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, WANDB
 
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
 """vLLM's option that computes logits in float32."""
@@ -37,14 +37,6 @@ def under_slurm() -> list[str]:
         f'    pre_run_command = "{install}"',
         "Where each node has an environment of its own:",
         f"    srun --ntasks-per-node=1 {install}",
-    ]
-
-
-def teachers_environment() -> list[str]:
-    """Return the commands that make an environment whose vLLM takes the scoring plugin."""
-    return [
-        "    python3 -m venv teacher",
-        f"    teacher/bin/pip install 'vllm>=0.26,<0.33' {requirement('engine')}",
     ]
 
 
@@ -86,7 +78,7 @@ def servers(plan: Plan) -> list[str]:
 
     The commands are prime-rl's own, because it pins a vLLM that answers its requests.
     """
-    recipe, version = plan.recipe, plan.version
+    recipe = plan.recipe
     if not recipe.loss.compares_with_teacher:
         return []
     more, k = needs_more_logprobs(recipe.loss), recipe.loss.support_size
@@ -108,28 +100,19 @@ def servers(plan: Plan) -> list[str]:
             also += ", started by prime-composer teacher" if states else ""
             lines.append(f"    {server['model']} at {public_url(server['url'])}{also}")
             continue
-        also = f" {version.vllm_option}max-logprobs {k}" if more else ""
+        also = f" --vllm.max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])
         if not states:
-            lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
+            lines.append(f"    inference --vllm.model {name} --server.port {port}{also}")
         if urlsplit(server["url"]).hostname not in THIS_HOST:
             host = " --host 0.0.0.0"
             keys.append(server.get("api_key_var", API_KEY_VAR))
         if k or states:
             faster.append(f"    prime-composer teacher --model {name} --port {port}{host}")
-    why = "Several times faster with"
+    why = "Several times faster, with"
     if states:
         why = 'k = "full" reads hidden states, which the trainer asks for. They need'
-    if faster and version.vllm_without_plugins:
-        lines += [
-            f"{why} prime_composer's plugin for vLLM 0.26 to 0.32. prime-rl "
-            f"{version.name} pins vLLM {version.vllm_without_plugins},",
-            "so that this server needs an environment of its own:",
-            *teachers_environment(),
-        ]
-        faster = [f"    teacher/bin/{line.strip()}" for line in faster]
-    elif faster:
-        why = why if states else "Several times faster, with"
+    if faster:
         lines += [f"{why} prime_composer's plugin in the same environment:"]
     if faster and keys:
         faster += [
@@ -189,12 +172,12 @@ def sampling_ahead(plan: Plan, table: Mapping[str, Any]) -> list[str]:
 
 def wandb_left_out(plan: Plan, table: Mapping[str, Any]) -> list[str]:
     """Return how to log to W&B, where nothing does."""
-    *parents, name = plan.version.wandb
+    *parents, name = WANDB
     for parent in parents:
         table = table.get(parent, {})
     if name in table:
         return []
-    keys = ".".join(plan.version.wandb)
+    keys = ".".join(WANDB)
     return [
         "",
         f'Not logged to W&B. To do so: [{keys}] project = "...", or [logging.wandb] in the',

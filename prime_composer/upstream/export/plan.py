@@ -101,11 +101,8 @@ class Plan:
 
     @property
     def teachers_mixed(self) -> bool:
-        """Whether the adapter has to mix or route the teachers, whatever the loss reads."""
-        mixtures = [environment.mixture for environment in self.environments]
-        if any(len(mixture) > 1 for mixture in mixtures):
-            return True
-        return not self.version.algorithms and any(mixture != mixtures[0] for mixture in mixtures)
+        """Whether the adapter has to mix the teachers, whatever the loss reads."""
+        return any(len(environment.mixture) > 1 for environment in self.environments)
 
 
 def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:

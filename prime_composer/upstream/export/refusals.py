@@ -15,8 +15,9 @@ from prime_composer.recipe.schema import (
     TeacherConfig,
 )
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.settings import TEACHER_KEYS, WITHOUT_MESSAGES, wire_support_size
-from prime_composer.upstream.versions.records import VERSIONS, Version
+from prime_composer.upstream.settings import TEACHER_KEYS, wire_support_size
+from prime_composer.upstream.versions.records import LOSS_V0_7, Version
+from prime_composer.upstream.versions.toml_shapes import ENVIRONMENTS
 
 RUN_LOCALLY = "or run the recipe with --engine local."
 
@@ -26,7 +27,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
     fraction = recipe.rollout.student_fraction
     if fraction != 1:
         raise RecipeError(
-            f"rollout.student_fraction = {fraction}: {of_other_sources(recipe.rollout, version)}. "
+            f"rollout.student_fraction = {fraction}: {of_other_sources(recipe.rollout)}. "
             f"Set it to 1, {RUN_LOCALLY}"
         )
     if (quantize := recipe.student.quantize) is not None:
@@ -65,20 +66,20 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"{usual} has no room for rollout.max_tokens = {longest}. "
             "Set it to the tokens of the longest prompt and its completion."
         )
-    refuse_tokenizers(recipe.teacher_tables, recipe.loss, version)
+    refuse_tokenizers(recipe.teacher_tables, recipe.loss)
     policy = recipe.policy_teacher
     servers = {} if policy is not None else recipe.teacher_tables
     refuse_two_credentials({"rollout": recipe.rollout, **servers})
-    refuse_environments(recipe.environments_by_id, policy, version)
+    refuse_environments(recipe.environments_by_id, policy)
     refuse_data(recipe.problem_sources, policy)
     try:
         wire_support_size(recipe.loss, "loss")
     except ValueError as error:
         raise RecipeError(f"{str(error).removesuffix('.')}, {RUN_LOCALLY}") from None
     if policy is not None:
-        refuse_policy_teacher(policy, version)
+        refuse_policy_teacher(policy)
     refuse_asker(recipe.loss, recipe.teacher_tables, policy is not None)
-    provided = version.contract.provides(recipe.loss, adapter=True)
+    provided = LOSS_V0_7.provides(recipe.loss, adapter=True)
     try:
         require(recipe.loss, provided, "prime_rl", provider=f"prime-rl {version.name}")
     except ValueError as error:
@@ -99,7 +100,7 @@ def refuse_native(
     """
     if not loss.compares_with_teacher:
         return
-    train, key = table["orchestrator"]["train"], version.environment_key
+    train, key = table["orchestrator"]["train"], ENVIRONMENTS
     entries = {"orchestrator.train.": train}
     listed = train.get(key, [])
     if not isinstance(listed, list) or not all(isinstance(entry, Mapping) for entry in listed):
@@ -165,30 +166,14 @@ def refuse_data(sources: Mapping[str, DataConfig], policy: PolicyTeacherConfig |
 def refuse_environments(
     environments: Mapping[str, EnvironmentConfig],
     policy: PolicyTeacherConfig | None,
-    version: Version,
 ) -> None:
-    """Check that the version runs every environment by id."""
-    for name, source in environments.items():
-        table, api = f"environments.{name}", source.api or version.api
-        # The one-machine engine runs v1, which is also what an unset api means there.
-        otherwise = "." if source.api == "v0" else f", {RUN_LOCALLY}"
-        if api not in version.environments:
-            able = [other.name for other in VERSIONS.values() if api in other.environments]
-            raise RecipeError(
-                f"{table}.api = {api!r}: prime-rl {version.name} runs environments of verifiers' "
-                f"API {' and '.join(version.environments)}. Export for {' or '.join(able)}"
-                f"{otherwise}"
-            )
-        if api == "v0" and source.max_turns is not None:
-            raise RecipeError(
-                f"{table}.max_turns = {source.max_turns}: prime-rl {version.name} runs this "
-                "environment by verifiers' API v0, where it has its own limit of turns. Leave it "
-                f"out and set the environment's own argument in args{otherwise}"
-            )
+    """Check that a policy has a hint in every environment by id."""
+    for name in environments:
         if policy is not None and policy.hint == "feedback":
             raise RecipeError(
-                f"teacher.policy.hint = 'feedback': it quotes the right answer, and {table} has an "
-                "id, and no answer that this package knows. Set it to 'sibling' or 'reference'"
+                "teacher.policy.hint = 'feedback': it quotes the right answer, and "
+                f"environments.{name} has an id, and no answer that this package knows. Set it to "
+                "'sibling' or 'reference'"
             )
 
 
@@ -218,16 +203,12 @@ def refuse_asker(
         )
 
 
-def refuse_tokenizers(
-    teachers: Mapping[str, TeacherConfig], loss: LossConfig, version: Version
-) -> None:
+def refuse_tokenizers(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> None:
     """Check that teachers with tokenizers of their own can be asked."""
     table = next((table for table, one in teachers.items() if one.tokenizer == "own"), None)
     if table is None:
         return
     own = f"{table}.tokenizer = 'own'"
-    if not version.contract.separates_kinds:
-        raise RecipeError(f"{own}: {WITHOUT_MESSAGES.removesuffix('.')}, {RUN_LOCALLY}")
     if teachers[table].asked_by == "trainer":
         raise RecipeError(
             f'{own} and {table}.asked_by = "trainer": the trainer has no messages to render the '
@@ -254,17 +235,11 @@ def refuse_two_credentials(servers: Mapping[str, RolloutConfig | TeacherConfig])
             raise RecipeError(two_credentials(f"The url in [{table}]", server.api_key_var))
 
 
-def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None:
+def refuse_policy_teacher(policy: PolicyTeacherConfig) -> None:
     """Check that prime-rl's algorithm ``opsd`` covers a hint-conditioned teacher.
 
     ``opsd`` scores with the live policy, which reads a hint in a system message.
     """
-    if not version.algorithms:
-        able = ", ".join(name for name, other in VERSIONS.items() if other.algorithms)
-        raise RecipeError(
-            f"teacher.policy: prime-rl {version.name} has no self-distillation. Use one of {able}, "
-            f"{RUN_LOCALLY}"
-        )
     template = "its opsd writes the hint into a system message before the question"
     for key, value, supported, why in (
         ("update", policy.update, "live", "its opsd scores with the policy's current weights"),
@@ -278,18 +253,15 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
             )
 
 
-def of_other_sources(rollout: RolloutConfig, version: Version) -> str:
+def of_other_sources(rollout: RolloutConfig) -> str:
     """Return why prime-rl cannot train on sequences that the student did not sample.
 
-    From v0.7 on an environment of ``type = "sft"`` samples from a teacher. Its tokens are not
-    scored (559b4477 orchestrator/algo/sft.py:6), and ``compute_loss`` divides their loss by their
-    own number (loss.py:394), while GKD's is one mean over the tokens of both kinds. In v0.6 a run
-    has one kind.
+    An environment of ``type = "sft"`` samples from a teacher. Its tokens are not scored (559b4477
+    orchestrator/algo/sft.py:6), and ``compute_loss`` divides their loss by their own number
+    (loss.py:394), while GKD's is one mean over the tokens of both kinds.
     """
     if not rollout.teacher_samples:
         return "prime-rl trains on sampled sequences alone, not on the data's solutions"
-    if not version.contract.separates_kinds:
-        return "prime-rl samples all sequences of a run from one model (orchestrator.training_mode)"
     return (
         "prime-rl asks no scores for sequences that a teacher samples, and averages their loss "
         'apart from the student\'s (algo.type = "sft"; compute_loss: ce_loss / ce_scale)'

@@ -18,7 +18,15 @@ from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS, TOKENIZERS_KEY
 from prime_composer.upstream.versions.records import Version
-from prime_composer.upstream.versions.toml_shapes import HINT_KEYS, NO_LIMITS, Limits, put
+from prime_composer.upstream.versions.toml_shapes import (
+    ENVIRONMENTS,
+    HINT_KEYS,
+    WANDB,
+    output_dir_and_name,
+    put,
+    source_of,
+    write_teachers,
+)
 
 VLLM_LOGPROBS = 20
 """vLLM's default max_logprobs. It refuses requests for more."""
@@ -30,7 +38,7 @@ finds the parser by the model's name, which a model in a directory has not."""
 
 def build_tables(plan: Plan) -> dict[str, Any]:
     """Return the recipe in prime-rl's terms, without its [prime_rl]."""
-    recipe, version = plan.recipe, plan.version
+    recipe = plan.recipe
     table: dict[str, Any] = {
         "max_steps": recipe.trainer.steps,
         "seq_len": recipe.rollout.context(windows=[window(plan.student)]),
@@ -43,25 +51,26 @@ def build_tables(plan: Plan) -> dict[str, Any]:
     if recipe.checkpoint.every:
         table["ckpt"]["interval"] = recipe.checkpoint.every
     if recipe.output_dir is not None:
-        table |= version.run_dir(Path(recipe.output_dir))
+        table |= output_dir_and_name(Path(recipe.output_dir))
     if recipe.logging.wandb is not None:
         wandb = recipe.logging.wandb.model_dump(exclude_none=True)
-        for name in reversed(version.wandb):
+        for name in reversed(WANDB):
             wandb = {name: wandb}
         merge(table, wandb)
     if recipe.rollout.url is None:
-        table["inference"] = version.inference(vllm_arguments(plan))
+        arguments = vllm_arguments(plan)
+        table["inference"] = {"vllm": arguments} if arguments else {}
     return table
 
 
 def orchestrator(plan: Plan) -> dict[str, Any]:
     """Return [orchestrator]: batches, environments, teachers, evaluation, the student's server."""
     recipe, version = plan.recipe, plan.version
-    environments = [environment(part, version) for part in plan.environments]
+    environments = [environment(part) for part in plan.environments]
     table: dict[str, Any] = {"batch_size": recipe.trainer.batch_size}
     put(table, version.places.group_size, recipe.rollout.group_size)
     put(table, "train.sampling", sampling(recipe.rollout))
-    put(table, f"train.{version.environment_key}", environments)
+    put(table, f"train.{ENVIRONMENTS}", environments)
     if "ahead" in recipe.rollout.model_fields_set:
         table["max_off_policy_steps"] = recipe.rollout.ahead
     if recipe.rollout.top_p != 1:
@@ -75,20 +84,18 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
                 ]
                 for part in plan.environments
             }
-            algo = version.places.algo
-            version.teachers(table, environments, mixtures, version.base_url, algo)
+            write_teachers(table, environments, mixtures, version.places.algo)
         else:
             put(table, version.places.algo, self_distillation(plan))
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
     if recipe.rollout.renderer:
         table["renderer"] = plain(recipe.rollout.renderer)
-    if recipe.loss.reads_rewards_and_teacher and version.keep_zero_advantages is not None:
-        version.keep_zero_advantages(table)  # worth their distillation
+    if recipe.loss.reads_rewards_and_teacher and version.zero_advantages is not None:
+        put(table, version.zero_advantages, False)  # worth their distillation
     if recipe.rollout.url is not None:
-        url = version.base_url(v1_url(recipe.rollout.url))
-        client = {"base_url": url} | api_key(recipe.rollout)
-        merge(table, {version.student_client: {"client": client}})
+        client = {"base_url": v1_url(recipe.rollout.url)} | api_key(recipe.rollout)
+        merge(table, {"model": {"client": client}})
     if "eval" in recipe.model_fields_set and plan.evaluated:
         table["eval"] = evaluation(plan)
         size = math.ceil(recipe.eval.size / len(plan.evaluated))
@@ -108,7 +115,7 @@ def self_distillation(plan: Plan) -> dict[str, Any]:
     return table
 
 
-def environment(part: Environment, version: Version, split: str = "train") -> dict[str, Any]:
+def environment(part: Environment, split: str = "train") -> dict[str, Any]:
     """Return an environment: one that ``prime_composer_problems`` serves, or one by id.
 
     One to evaluate has no ratio. main has no such key, and nothing else reads it.
@@ -118,15 +125,13 @@ def environment(part: Environment, version: Version, split: str = "train") -> di
         entry["ratio"] = part.ratio
     source = part.source
     if not isinstance(source, DataConfig):
-        write = version.environments[source.api or version.api]
-        limits = Limits(source.max_turns, source.timeout)
-        return write(source.id, plain(source.args), entry, limits)
+        return source_of(source.id, plain(source.args), entry, source.max_turns, source.timeout)
     settings = data_settings(source)
     if split != "train":
         settings["split"] = split
     if part.rows is not None:
         settings["rows_of"] = part.rows
-    return version.environment_of_problems(NAME, settings, entry, NO_LIMITS)
+    return source_of(NAME, settings, entry)
 
 
 def merge_own_settings(entry: dict[str, Any], part: Environment, version: Version) -> None:
@@ -147,13 +152,13 @@ def evaluation(plan: Plan) -> dict[str, Any]:
     interval. ``every = 0`` becomes the count after the last step.
     """
     recipe, version = plan.recipe, plan.version
-    entries = [environment(part, version, "test") for part in plan.evaluated]
+    entries = [environment(part, "test") for part in plan.evaluated]
     for entry, part in zip(entries, plan.evaluated, strict=True):
         merge_own_settings(entry, part, version)
     return {
-        "interval": recipe.eval.every or recipe.trainer.steps + version.first_step,
+        "interval": recipe.eval.every or recipe.trainer.steps + 1,
         "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
-        version.environment_key: entries,
+        ENVIRONMENTS: entries,
     }
 
 
@@ -172,9 +177,8 @@ def trainer(plan: Plan) -> dict[str, Any]:
         },
         "scheduler": scheduler(config),
     }
-    # prime-rl's default is off in v0.6 and on later, so only an explicit setting is written.
     if "gradient_checkpointing" in config.model_fields_set:
-        # Offloading, which later versions turn on as well, would turn checkpointing on again.
+        # Offloading, which prime-rl turns on as well, would turn checkpointing on again.
         off = {"ac": "None", "ac_offloading": "None"}
         table["model"] = {"ac": {"mode": "full"}} if config.gradient_checkpointing else off
     if (lora := plan.recipe.student.lora) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials
-from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.records import OLD, VERSIONS
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -59,7 +59,13 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
 
     Its tables named after a version count for that version alone.
     """
-    own = {key: plain_name(key) for key in native if plain_name(key) in VERSIONS}
+    own = {key: plain_name(key) for key in native if plain_name(key) in (*VERSIONS, *OLD)}
+    for key, name in own.items():
+        if name in OLD:
+            raise RecipeError(
+                f"prime_rl.{key} is for a version that no recipe is exported for: leave the table "
+                "out"
+            )
     for name in own.values():
         spellings = [key for key, plain in own.items() if plain == name]
         if len(spellings) > 1:

@@ -34,10 +34,9 @@ T = TypeVar("T")
 IN_FLIGHT = 32
 """Most requests of this process between being sent and being parsed.
 
-v0.6 scores all samples of a batch at once, later versions one rollout at a time. An answer takes
-about 80 bytes x tokens x K. At 2,048 tokens and K = 32 this many are 0.17 GB, where a batch of 256
-is 1.4 GB. They still are 65,000 tokens, several of a vLLM's prefill steps of 8,192 or 16,384, so
-that servers do not run idle.
+An answer takes about 80 bytes x tokens x K. At 2,048 tokens and K = 32 this many are 0.17 GB. They
+are 65,000 tokens, several of a vLLM's prefill steps of 8,192 or 16,384, so that servers do not run
+idle.
 """
 
 

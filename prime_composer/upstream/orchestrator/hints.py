@@ -16,52 +16,40 @@ SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 def with_hints(score: Any) -> Any:
     """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
 
-    They are written to ``info`` of the rollout, where upstream reads its hint: d334ea52 and
-    60bc2954 orchestrator/algo/opsd.py:54, 559b4477 :57. Siblings are known once the group is
-    complete, so that its rollouts are scored then (``with_siblings``). A rollout without a hint
-    is not trained.
+    They are written to ``info`` of the rollout, where upstream reads its hint: 559b4477
+    orchestrator/algo/opsd.py:57. Siblings are known once the group is complete, so that its
+    rollouts are scored then (``with_siblings``). A rollout without a hint is not trained.
     TODO(prime-rl): remove once opsd has hints of the group and of the verifier.
     """
 
-    episodes = scores_episodes(score)
-
     @functools.wraps(score)
-    async def score_one(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
+    async def score_one(self: Any, episode: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
             return
         if self.demo_key == FEEDBACK:
-            for trace in traces_of([rollout], episodes):
+            for trace in traces_of([episode]):
                 trace.info[FEEDBACK] = _feedback(trace)
-        await score(self, rollout, *args, **more)
+        await score(self, episode, *args, **more)
 
     return score_one
 
 
 def with_siblings(score: Any, score_group: Any) -> Any:
-    episodes = scores_episodes(score)
-
     @functools.wraps(score_group)
-    async def score_all(self: Any, rollouts: Any, *args: Any, **more: Any) -> None:
+    async def score_all(self: Any, episodes: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
-            _write_siblings(traces_of(rollouts, episodes))
-            hinted = filter(None, (_hinted(rollout, episodes) for rollout in rollouts))
-            await asyncio.gather(*(score(self, rollout) for rollout in hinted))
-        await score_group(self, rollouts, *args, **more)
+            _write_siblings(traces_of(episodes))
+            hinted = filter(None, map(_hinted, episodes))
+            await asyncio.gather(*(score(self, episode) for episode in hinted))
+        await score_group(self, episodes, *args, **more)
 
     return score_all
 
 
-def scores_episodes(score: Any) -> bool:
-    """Return whether an algorithm is given episodes, which contain rollouts (head)."""
-    return bool(score.__name__ == "score_episode")
-
-
-def traces_of(rollouts: Sequence[Any], episodes: bool) -> list[Any]:
-    """Return the rollouts that train."""
-    if not episodes:
-        return list(rollouts)
+def traces_of(episodes: Sequence[Any]) -> list[Any]:
+    """Return the rollouts of episodes that train."""
     base = importlib.import_module("prime_rl.orchestrator.algo.base")
-    return [trace for _, trace in base.iter_trainable_traces(rollouts)]
+    return [trace for _, trace in base.iter_trainable_traces(episodes)]
 
 
 def _write_siblings(traces: Sequence[Any]) -> None:
@@ -73,15 +61,10 @@ def _write_siblings(traces: Sequence[Any]) -> None:
         trace.info[SIBLING] = next(replies, None)
 
 
-def _hinted(rollout: Any, episodes: bool) -> Any:
-    """Return a rollout, or the part of an episode that has hints. None: nothing has."""
-    if episodes:
-        traces = [trace for trace in rollout.traces if trace.info.get(SIBLING) is not None]
-        return rollout.model_copy(update={"traces": traces}) if traces else None
-    if rollout.info[SIBLING] is not None:
-        return rollout
-    rollout.samples = []
-    return None
+def _hinted(episode: Any) -> Any:
+    """Return the part of an episode that has hints. None: nothing has."""
+    traces = [trace for trace in episode.traces if trace.info.get(SIBLING) is not None]
+    return episode.model_copy(update={"traces": traces}) if traces else None
 
 
 def _feedback(trace: Any) -> str:

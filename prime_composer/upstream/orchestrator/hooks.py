@@ -1,29 +1,21 @@
 """Hooks on the modules of prime-rl's orchestrator; ``autoload.HOOKS`` lists them.
 
-Versions score in three places. The request and its answer are the same everywhere.
+prefill_logprobs is replaced; assign_reference_logprobs copies the support to the nodes of the
+episode's graph. Where the trainer asks the teachers, no request is made here, and NaN is sent in
+the place of scores.
 
-    v0.6        compute_teacher_logprobs is replaced; it holds the samples that are sent
-    v0.7, v0.8  prefill_logprobs is replaced; score_rollout copies the support to each sample
-    head        prefill_logprobs is replaced; assign_reference_logprobs copies the support to the
-                nodes of the episode's graph
-
-Where the trainer asks the teachers, no request is made here, and NaN is sent in the place of
-scores.
-
-Where rewards train the tokens that a teacher scores, from v0.7 on: the distilling algorithms assign
-GRPO's advantages, and stamp_loss_routing sends their tokens to the rl loss.
+Where rewards train the tokens that a teacher scores, the distilling algorithms assign GRPO's
+advantages, and stamp_loss_routing sends their tokens to the rl loss.
 
 The settings are read when a score is asked for, never at import: the launcher loads some of these
 modules too, before it has read its config.
 """
 
-import asyncio
 import functools
 import importlib
 import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
-from itertools import cycle
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from prime_composer.contract import Scores
@@ -33,13 +25,12 @@ from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.orchestrator.hints import (
     SIBLING,
-    scores_episodes,
     traces_of,
     with_hints,
     with_siblings,
 )
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
-from prime_composer.upstream.settings import TOKENIZERS_KEY, WITHOUT_MESSAGES, AdapterSettings
+from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR, Tally
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import located, take
@@ -60,7 +51,7 @@ next one is scored.
 
 
 class Scoring(NamedTuple):
-    """One rollout or episode that a distilling algorithm scores."""
+    """One episode that a distilling algorithm scores."""
 
     frozen: bool  # a frozen teacher scores, and not the live policy (opsd)
     tally: Tally  # the hooks that ran on it
@@ -77,51 +68,12 @@ def _settings() -> AdapterSettings:
     return AdapterSettings.from_env() or AdapterSettings()
 
 
-def hook_teacher_logprobs(module: Any) -> None:
-    """Let ``compute_teacher_logprobs`` ask for K and attach the support to the samples (v0.6).
-
-    38494ccb, orchestrator/utils.py:110.
-    TODO(prime-rl): remove once samples have a field for it.
-    """
-    original = take(capabilities.PREFILL, module)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
-        launches.judge_trainer()
-        k = _settings().support_size()
-        if _settings().teacher_tokenizers:
-            raise ValueError(WITHOUT_MESSAGES)
-        if _settings().trainer_asks:
-            lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
-            return [marked(wire.unscored(length)) for length in lengths]
-
-        async def score(config: Any, sample: Any) -> list[float]:
-            token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
-            header = config.extra_headers.get(HEADER)
-            if header is None:
-                client = module.setup_openai_client(config)
-                request = REQUESTS.score(client, model_name, token_ids, k, frozen=True)
-            else:
-                teachers = teachers_of(header, sample.env_name)
-                request = score_by_each(REQUESTS, teachers, token_ids, k)
-            scores = wire.sent(await said(request))
-            attach(sample, scores)
-            return marked(list(scores))
-
-        pairs = zip(cycle(clients), samples, strict=False)
-        return await asyncio.gather(*(score(config, sample) for config, sample in pairs))
-
-    module.compute_teacher_logprobs = compute_teacher_logprobs
-
-
 def hook_client(module: Any) -> None:
-    """Let ``prefill_logprobs`` ask for K; the scorer looks it up at every call (from v0.7 on).
+    """Let ``prefill_logprobs`` ask for K; the scorer looks it up at every call.
 
-    d334ea52 utils/client.py:571, 559b4477 utils/client.py:479, 4103b285 orchestrator/clients.py:464
-    (later versions have it there).
-    TODO(prime-rl): remove with ``hook_teacher_logprobs``.
+    559b4477 utils/client.py:479, 4103b285 orchestrator/clients.py:464 (later versions have it
+    there).
+    TODO(prime-rl): remove once samples have a field for the support.
     """
     original = take(capabilities.PREFILL, module)
     if original is None:
@@ -174,13 +126,10 @@ async def by_turns(
 
 
 def hook_algorithm(module: Any) -> None:
-    """Let ``score_rollout`` of the distilling algorithms attach the support to each sample.
+    """Judge what the distilling algorithms score, and let them assign advantages and write hints.
 
-    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:40, opsd.py:64. Later versions
-    have no such method; ``hook_routing`` serves them.
-
-    opd's teacher is frozen, so that its requests are marked. Later versions: 559b4477,
-    orchestrator/algo/opd.py:37, ``score_episode``.
+    559b4477, orchestrator/algo/opd.py:37, opsd.py:68, ``score_episode``. opd's teacher is frozen,
+    so that its requests are marked.
     """
     for scores, groups in (
         (capabilities.OPD_SCORES, capabilities.OPD_GROUP),
@@ -200,8 +149,8 @@ def hook_algorithm(module: Any) -> None:
 def _as_grpo(score_group: Any) -> Any:
     """Let a distilling algorithm assign advantages as GRPO does, where rewards count.
 
-    Upstream's ``score_group`` of these algorithms does nothing: d334ea52 and 60bc2954
-    orchestrator/algo/base.py:147, 559b4477 :71. GRPO's is in grpo.py:24, or :25.
+    Upstream's ``score_group`` of these algorithms does nothing: 559b4477 orchestrator/algo/base.py
+    :71. GRPO's is in grpo.py:25.
     TODO(prime-rl): remove once an algorithm both assigns credit and asks for reference scores.
     """
 
@@ -224,22 +173,19 @@ def _as_grpo(score_group: Any) -> Any:
 
 def _judged(score: Any, frozen: bool) -> Any:
     """Let a scoring method end the run if it scored what trains without our hooks."""
-    episodes = scores_episodes(score)
-    if not episodes:
-        score = _then_attach(score)
 
     @functools.wraps(score)
-    async def judged(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
+    async def judged(self: Any, episode: Any, *args: Any, **more: Any) -> None:
         tally = Tally()
-        token = SCORING.set(Scoring(frozen, tally, traces_of([rollout], episodes)))
+        token = SCORING.set(Scoring(frozen, tally, traces_of([episode])))
         try:
-            await score(self, rollout, *args, **more)
+            await score(self, episode, *args, **more)
         finally:
             SCORING.reset(token)
         settings = _settings()
         if settings.loss is None:
             return
-        scored = len(traces_of([rollout], episodes)) if episodes or rollout.samples else 0
+        scored = len(traces_of([episode]))
         tally.expect(
             REQUEST,
             scored,
@@ -265,25 +211,12 @@ def ran(hook: str) -> None:
         scoring.tally.called(hook)
 
 
-def _then_attach(original: Any) -> Any:
-    @functools.wraps(original)
-    async def score_rollout(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
-        await original(self, rollout, *args, **more)
-        for sample in rollout.samples:
-            if isinstance(sample.ref_logprobs, wire.Sent):
-                attach(sample, sample.ref_logprobs)
-                ran(SUPPORT)
-                sample.ref_logprobs = list(sample.ref_logprobs)
-
-    return score_rollout
-
-
 def hook_routing(module: Any) -> None:
-    """Let ``assign_reference_logprobs`` also attach the support to the branch's nodes (head).
+    """Let ``assign_reference_logprobs`` also attach the support to the branch's nodes.
 
     559b4477, orchestrator/algo/routing.py:37; opd and opsd copy it by name later. Prompt nodes
     have it too: a branch has a payload only if all its nodes have one.
-    TODO(prime-rl): remove with ``hook_teacher_logprobs``.
+    TODO(prime-rl): remove with ``hook_client``.
     """
     original = take(capabilities.REFERENCE, module)
     if original is None:
@@ -312,9 +245,9 @@ def hook_routing(module: Any) -> None:
 def hook_stamps(module: Any) -> None:
     """Let ``stamp_loss_routing`` send scored tokens to the rl loss, where rewards count.
 
-    d334ea52 and 60bc2954, orchestrator/algo/routing.py:23; 559b4477, :67. Upstream sends a token
-    to one loss, and sets its rl weight to 0 if that is distillation. A sample without rl weights
-    is trained by the rl loss, whose denominator is the number of trained tokens.
+    559b4477, orchestrator/algo/routing.py:67. Upstream sends a token to one loss, and sets its rl
+    weight to 0 if that is distillation. A sample without rl weights is trained by the rl loss,
+    whose denominator is the number of trained tokens.
 
     A sample that no teacher has scored gets NaN in the place of its scores. prime-rl would pack it
     as 0.0, which is a probability of 1.
@@ -361,11 +294,10 @@ def leave_out_unscored(sample: Any) -> None:
 
 def hook_samples(module: Any) -> None:
     """Let ``trace_to_samples`` mark the samples that have teacher scores, and leave out those that
-    a hint-conditioned teacher had no hint for (head).
+    a hint-conditioned teacher had no hint for.
 
-    559b4477, orchestrator/trajectories.py:111. This version keeps scores of sampled tokens only, so
-    the mark of ``prefill_logprobs`` is lost. In v0.7 and v0.8 samples are made before they are
-    scored, and this does nothing.
+    559b4477, orchestrator/trajectories.py:111. It keeps scores of sampled tokens only, so the mark
+    of ``prefill_logprobs`` is lost.
     TODO(prime-rl): remove with ``hook_routing``.
     """
     original = take(capabilities.SAMPLES, module)
@@ -392,9 +324,9 @@ def hook_samples(module: Any) -> None:
 async def said(request: Awaitable[T]) -> T:
     """Await a teacher's scores. An error is in the log before prime-rl sees it.
 
-    No version catches it: its main loop ends, and the run with exit status 1. But the teardown
+    prime-rl does not catch it: its main loop ends, and the run with exit status 1. But the teardown
     comes first, and if that takes 300 s, the process exits with status 0 and says nothing of the
-    error (38494ccb, d334ea52, 60bc2954 and 559b4477, ``stop`` of orchestrator/orchestrator.py).
+    error (559b4477, ``stop`` of orchestrator/orchestrator.py).
     """
     try:
         return await request
@@ -408,19 +340,6 @@ def marked(scores: list[float]) -> list[float]:
     if _settings().needs_orchestrator:
         scores[0] = wire.MARK
     return scores
-
-
-def attach(sample: Any, values: wire.Sent) -> None:
-    """Put the support, if there is one, into a sample's ``routed_experts``."""
-    if not values.scores.k:
-        return
-    if sample.routed_experts is not None:
-        refuse_router_replay()
-    payload = wire.pack(values.scores)
-    routed_experts = importlib.import_module(type(sample).__module__).RoutedExperts
-    sample.routed_experts = routed_experts(
-        data=payload.tobytes(), shape=list(payload.shape), dtype="int32"
-    )
 
 
 def refuse_router_replay() -> NoReturn:

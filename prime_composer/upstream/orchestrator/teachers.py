@@ -16,16 +16,14 @@ from prime_composer.upstream.teachers import Teacher, read_entries
 from prime_composer.upstream.versions.toml_shapes import HEADER
 
 
-def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
-    """Return the teachers that a header names for an environment, with weights that add up to 1."""
+def teachers_of(header: str) -> list[Teacher]:
+    """Return the teachers that a header names, with weights that add up to 1."""
     try:
-        return read_entries(json.loads(header), environment)
+        return read_entries(json.loads(header))
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
-            "weight}, or a table of such lists with one for the environment "
-            f"{environment!r} ({public_url(repr(error))}). Its value is not shown: it may have "
-            "passwords."
+            f"weight}} ({public_url(repr(error))}). Its value is not shown: it may have passwords."
         ) from None
 
 

@@ -70,8 +70,8 @@ class Adapter:
 
     A step has ended when the next batch is asked for: prime-rl's train loop calls
     ``DataLoader.wait_for_batch`` and then ``get_batch`` once per step (38494ccb
-    trainer/rl/train.py:335 and 342, d334ea52:284, 60bc2954:293, 559b4477:282). So the last step of
-    a run has no end here, and its state is not kept.
+    trainer/rl/train.py:335 and 342, 559b4477:282). So the last step of a run has no end here, and
+    its state is not kept.
 
     A batch with tokens for the loss in which the loss was not called ends the run. That is judged
     where ``compute_loss`` returns, before a gradient exists. Where prime-rl does not run the
@@ -117,9 +117,9 @@ class Adapter:
 
         A loss that compares with a teacher gets the distillation tokens. Another one gets the rl
         tokens where ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``, and
-        leaves prime-rl's own distillation alone. From v0.7 on a loss of rewards and a teacher gets
-        the rl tokens as well. The adapter's orchestrator makes its tokens rl tokens, so that
-        distillation tokens are refused.
+        leaves prime-rl's own distillation alone. Where the kinds are separate, a loss of rewards
+        and a teacher gets the rl tokens as well. The adapter's orchestrator makes its tokens rl
+        tokens, so that distillation tokens are refused.
 
         Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:197) or
         ``ref_kl_loss_fn`` (559b4477, loss.py:199); prime-rl resolves both names later.

@@ -207,7 +207,7 @@ class MicroBatch:
         fields = {
             "environment": self._tensors["env_names"][part.start],
             "token_ids": ids.to(device),
-            # From v0.7 on, a token without a score has the weight 0, and is in this mask still.
+            # A token without a score has the weight 0, and is in this mask still.
             "sampled": SampledText(*(column.to(device) for column in columns)),
             "support": self._support(part, trainer_logprobs, model),
             "hidden_states": self._two_heads(part, model),
@@ -302,7 +302,7 @@ def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor,
     trained: Tensor = tensors["loss_mask"][0]
     if not on_rl_tokens and "ref_kl_weights" not in tensors:
         return trained
-    # From v0.7 on each loss has its own weights.
+    # Each loss has its own weights, but in v0.6, where a batch has tokens of one kind.
     weights = tensors.get("rl_weights" if on_rl_tokens else "ref_kl_weights")
     if on_rl_tokens:
         return trained if weights is None else trained & (weights[0] != 0)

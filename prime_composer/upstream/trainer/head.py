@@ -25,7 +25,7 @@ their backward runs."""
 
 
 def hook_head(module: Any) -> None:
-    """Compute support logits beside each head (38494ccb lm_head.py:44, 71; 559b4477 :42, 69).
+    """Compute support logits beside each head (559b4477 lm_head.py:42, 69).
 
     TODO(prime-rl): remove once heads return log-probs of given ids.
     """

@@ -103,7 +103,7 @@ def _open_journal(given: dict[str, Any]) -> None:
 
 
 def hook_model(module: Any) -> None:
-    """Note the model that ``forward`` runs (38494ccb model.py:1167, 559b4477 model.py:1431).
+    """Note the model that ``forward`` runs (559b4477 model.py:1431).
 
     TODO(prime-rl): remove once the loss can read the output head.
     """
@@ -116,7 +116,7 @@ def hook_model(module: Any) -> None:
 
 
 def hook_context_parallel(module: Any) -> None:
-    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:186, 559b4477 cp.py:140).
+    """Note this rank's shard from ``setup_cp_params`` (559b4477 cp.py:140).
 
     TODO(prime-rl): remove with ``head.hook_head``.
     """

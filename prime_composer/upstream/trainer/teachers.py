@@ -56,7 +56,7 @@ def wanted_of(
 ) -> list[Wanted]:
     """Return the sequences of a packed micro-batch that train a token of ours.
 
-    Padding is a sequence of its own (v0.6), or the end of the last one (later). Neither trains.
+    Padding is the end of the last one, and does not train.
     ``sequence_lengths`` has the boundaries, and ``env_names`` the environment of each token.
     """
     tokens, start = tensors["input_ids"][0], 0

@@ -75,14 +75,12 @@ class Finding:
         place: where it is; None where it is gone.
         misfits: what differs, nothing where it fits.
         note: what else there is to say of it.
-        never: the version is older than what was looked for.
     """
 
     capability: Capability
     place: Place | None
     misfits: tuple[str, ...] = ()
     note: str = ""
-    never: bool = False
 
     @property
     def verdict(self) -> str:
@@ -108,16 +106,12 @@ def _place(text: str) -> Place:
     return Place(f"prime_rl.{module}", attribute, names, open="..." in needs)
 
 
-_V0_6_SCORES = "orchestrator.utils:compute_teacher_logprobs clients model_name samples"
-"""v0.6 asks the teacher, and has the samples, in this one function."""
-
 _NEWER = "trainer_logprobs inference_logprobs ref_logprobs advantages loss_mask"
 _OF_V0_6 = "trainer_logprobs inference_logprobs teacher_logprobs advantages loss_mask"
 _WEIGHTS = "rl_weights ce_weights ref_kl_weights rl_loss_fn rl_scale ce_scale ref_kl_scale"
 _TOKENS = "input_ids loss_mask temperatures routed_experts env_names sequence_lengths"
-_SAMPLE_OF_V0_6 = "prompt_ids completion_ids env_name teacher_logprobs routed_experts"
 _HEAD = "hidden_states labels temperature"
-_WIRE = ("transports.batch.types", "transports.rollouts.types", "transport.types")
+_WIRE = ("transports.batch.types", "transports.rollouts.types")
 _ALGO = "orchestrator.algo"
 
 LOSS_SETUP = _capability(
@@ -153,13 +147,11 @@ COMPUTE_LOSS = _capability(
     "call of the losses",
     ADAPTER,
     f"trainer.rl.loss:compute_loss {_NEWER} {_WEIGHTS}",
-    f"trainer.rl.loss:compute_loss {_OF_V0_6} loss_fns loss_scale",
 )
 MICRO_BATCH = _capability(
     "micro-batch",
     ADAPTER,
     f"trainer.rl.data:TensorMicroBatch {_TOKENS} rl_weights ref_kl_weights ...",
-    f"trainer.rl.data:TensorMicroBatch {_TOKENS} training_mode ...",
 )
 FORWARD = _capability("student's forward", ADAPTER, "trainer.model:forward model input_ids ...")
 _LAYERS = "trainer.models.layers"
@@ -183,54 +175,29 @@ PREFILL = _capability(
     ADAPTER,
     "orchestrator.clients:prefill_logprobs openai model token_ids",
     "utils.client:prefill_logprobs openai model token_ids",
-    _V0_6_SCORES,
 )
 OPD_SCORES = _capability(
-    "scores of opd",
-    ADAPTER,
-    f"{_ALGO}.opd:OPDAlgorithm.score_episode episode",
-    f"{_ALGO}.opd:OPDAlgorithm.score_rollout rollout",
-    _V0_6_SCORES,
+    "scores of opd", ADAPTER, f"{_ALGO}.opd:OPDAlgorithm.score_episode episode"
 )
 OPSD_SCORES = _capability(
-    "hints of opsd",
-    ADAPTER,
-    f"{_ALGO}.opsd:OPSDAlgorithm.score_episode episode",
-    f"{_ALGO}.opsd:OPSDAlgorithm.score_rollout rollout",
-    optional=True,
+    "hints of opsd", ADAPTER, f"{_ALGO}.opsd:OPSDAlgorithm.score_episode episode", optional=True
 )
 OPD_GROUP = _capability(
-    "groups of opd",
-    ADAPTER,
-    f"{_ALGO}.opd:OPDAlgorithm.score_group episodes",
-    f"{_ALGO}.opd:OPDAlgorithm.score_group group",
-    optional=True,
+    "groups of opd", ADAPTER, f"{_ALGO}.opd:OPDAlgorithm.score_group episodes", optional=True
 )
 OPSD_GROUP = _capability(
-    "groups of opsd",
-    ADAPTER,
-    f"{_ALGO}.opsd:OPSDAlgorithm.score_group episodes",
-    f"{_ALGO}.opsd:OPSDAlgorithm.score_group group",
-    optional=True,
+    "groups of opsd", ADAPTER, f"{_ALGO}.opsd:OPSDAlgorithm.score_group episodes", optional=True
 )
 REFERENCE = _capability(
-    "support into rollouts",
-    ADAPTER,
-    f"{_ALGO}.routing:assign_reference_logprobs branch values",
-    f"{_ALGO}.opd:OPDAlgorithm.score_rollout rollout",
-    _V0_6_SCORES,
+    "support into rollouts", ADAPTER, f"{_ALGO}.routing:assign_reference_logprobs branch values"
 )
 SAMPLES = _capability(
-    "samples of a rollout",
-    ADAPTER,
-    "orchestrator.trajectories:trace_to_samples trace ...",
-    _V0_6_SCORES,
+    "samples of a rollout", ADAPTER, "orchestrator.trajectories:trace_to_samples trace ..."
 )
 SAMPLE = _capability(
     "sample",
     ADAPTER,
     *(f"{module}:TrainingSample token_ids ref_logprobs routed_experts ..." for module in _WIRE),
-    f"transport.types:TrainingSample {_SAMPLE_OF_V0_6} ...",
 )
 PAYLOAD = _capability(
     "carrier of the support",
@@ -238,10 +205,7 @@ PAYLOAD = _capability(
     *(f"{module}:RoutedExperts data shape dtype" for module in _WIRE),
 )
 STAMPS = _capability(
-    "loss of a token",
-    ADAPTER,
-    f"{_ALGO}.routing:stamp_loss_routing sample action_loss_type",
-    _V0_6_SCORES,
+    "loss of a token", ADAPTER, f"{_ALGO}.routing:stamp_loss_routing sample action_loss_type"
 )
 RL_LOSS = _capability(
     "own loss of rl tokens", ("rl",), "trainer.rl.loss:setup_rl_loss_fn loss_config"
@@ -254,10 +218,7 @@ GRPO = _capability(
 )
 GRPO_CONFIG = _capability("GRPO's defaults", ("rl",), f"{_ALGO}.grpo:GRPOAlgoConfig")
 GRPO_GROUP = _capability(
-    "GRPO's advantages",
-    ("rl",),
-    f"{_ALGO}.grpo:GRPOAlgorithm.score_group episodes",
-    f"{_ALGO}.grpo:GRPOAlgorithm.score_group group",
+    "GRPO's advantages", ("rl",), f"{_ALGO}.grpo:GRPOAlgorithm.score_group episodes"
 )
 CLI = _capability("launcher's config", ADAPTER, "utils.config:cli ...")
 LAUNCHER = _capability("launcher", TRAINER, "entrypoints.rl:main")
@@ -271,26 +232,20 @@ TEACHER = _capability(
     "teacher's client",
     (*ADAPTER, "export"),
     "configs.algorithm:FrozenModelConfig name base_url api_key_var headers ...",
-    "configs.orchestrator:RolloutModelConfig model client ...",
 )
 OPD_CONFIG = _capability(
     "opd's config",
     (*ADAPTER, "export"),
     "configs.algorithm:OPDAlgoConfig type teacher ...",
-    "configs.orchestrator:OrchestratorConfig training_mode teacher ...",
 )
 ALGORITHM = _capability(
     "place of the algorithm",
     (*ADAPTER, "export"),
     "configs.orchestrator:TrainConfig algo ...",
     "configs.orchestrator:OrchestratorConfig algo ...",
-    "configs.orchestrator:OrchestratorConfig training_mode ...",
 )
 ENVIRONMENTS = _capability(
-    "environments",
-    ("full", "export"),
-    "configs.orchestrator:TrainConfig source ...",
-    "configs.orchestrator:TrainConfig env ...",
+    "environments", ("full", "export"), "configs.orchestrator:TrainConfig source ..."
 )
 ENVIRONMENT_NAME = _capability(
     "environment's name", ("full",), "configs.orchestrator:EnvConfig.resolved_name"

@@ -18,16 +18,12 @@ from pydantic import AliasChoices, BaseModel, SerializeAsAny
 from prime_composer.upstream.versions.records import (
     CONFIGS,
     LOSS_MODULE,
+    NEWEST_RUN,
     Version,
     config_surface,
     match_version,
 )
-from prime_composer.upstream.versions.toml_shapes import (
-    PLACES,
-    PLACES_OF_MAIN,
-    Places,
-    no_advantage_pruning,
-)
+from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN, Places
 
 Classes = list[type[BaseModel]]
 """The config classes that a table may be of; an empty list where they do not say all keys."""
@@ -80,12 +76,10 @@ def fitted(version: Version, fields: ConfigFields) -> Version:
         candidates = (at_main, getattr(PLACES, name), getattr(version.places, name))
         found = (place for place in candidates if fields.has(f"orchestrator.{place}"))
         places[name] = next(found, candidates[-1])
-    keep = version.keep_zero_advantages
-    if fields.has("orchestrator.train.filter_zero_advantages"):
-        keep = no_advantage_pruning
-    elif keep is no_advantage_pruning:
+    keep = NEWEST_RUN.zero_advantages
+    if not fields.has(f"orchestrator.{keep}"):
         keep = None
-    changed = replace(version, places=Places(**places), keep_zero_advantages=keep)
+    changed = replace(version, places=Places(**places), zero_advantages=keep)
     return version if changed == version else changed
 
 

@@ -25,7 +25,7 @@ from prime_composer.upstream.versions.capabilities import (
     find,
 )
 from prime_composer.upstream.versions.records import (
-    Version,
+    OldVersion,
     config_surface,
     match_version,
     versions_that_run,
@@ -49,7 +49,8 @@ class Report:
     """What fits a prime-rl, and what does not."""
 
     place: str  # the folders that were read
-    findings: tuple[Finding, ...]  # one per capability
+    findings: tuple[Finding, ...]  # one per capability; of an old version those of the five lines
+    old: OldVersion | None = None
 
     def misfits(self, road: str | None = None) -> list[Finding]:
         """Return the findings that cost a road; None: any road."""
@@ -70,11 +71,15 @@ def examine(sources: Sources, place: str = "") -> Report:
     findings = [_used(find(capability, sources.signature), sources) for capability in CAPABILITIES]
     try:
         version = match_version(config_surface(sources.annotations))
+    except OldVersion as old:
+        lost = tuple(road for road in ROADS if old.name != "v0.6" or road not in PLAIN)
+        plain = (each for each in findings if set(PLAIN) & set(each.capability.roads))
+        said = Finding(Capability("version", lost, ()), None, (str(old),), old.name)
+        return Report(place, (*plain, said), old)
     except UnknownSurface:
         unknown = ("no record of a version has this form of its configs",)
         return Report(place, (*findings, Finding(TOML, None, unknown)))
-    toml = Finding(TOML, None, note=f"as {version.name}")
-    return Report(place, (*(_in_time(finding, version) for finding in findings), toml))
+    return Report(place, (*findings, Finding(TOML, None, note=f"as {version.name}")))
 
 
 def examine_folders(folders: Iterable[Path]) -> Report:
@@ -90,17 +95,28 @@ def examine_installed() -> Report | None:
     return examine_folders(folders) if folders else None
 
 
-def fits(capability: Capability) -> bool:
-    """Return whether the importable prime-rl has a capability; True where there is no prime-rl."""
-    report = examine_installed()
-    findings = () if report is None else report.findings
-    return not any(each.misfits for each in findings if each.capability is capability)
+def refuse_old() -> None:
+    """Refuse an importable prime-rl that is too old for the adapter.
+
+    It reads the config classes alone, so that each process of a run can afford it.
+    """
+    folders = installed()
+    if not folders:
+        return
+    try:
+        match_version(config_surface(Sources(texts_of(folders, "configs")).annotations))
+    except OldVersion:
+        raise
+    except UnknownSurface:
+        return  # the launcher's own check says what differs
 
 
 def require(road: str) -> None:
     """Check before a run that a road works with the importable prime-rl, if there is one."""
     report = examine_installed()
     if report is not None and (misfits := report.misfits(road)):
+        if report.old is not None:
+            raise report.old
         raise UnknownSurface(explain(misfits, report.place, still_works(report)))
 
 
@@ -126,12 +142,6 @@ def _used(finding: Finding, sources: Sources) -> Finding:
     return replace(finding, misfits=("is there, and nothing in prime-rl uses it",))
 
 
-def _in_time(finding: Finding, version: Version) -> Finding:
-    """Mark what a version never had: before v0.7 a run has one loss for all of its tokens."""
-    never = finding.place is None and finding.capability.roads == ("rl",)
-    return replace(finding, never=never and not version.contract.separates_kinds)
-
-
 def table(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
     """Return what ``prime-composer doctor`` prints: each road, what a run needs, what does not fit.
 
@@ -147,13 +157,11 @@ def table(report: Report, road: str, color: bool = False, verbose: bool = False)
     version = report.findings[-1].note
     lines = [f"prime-rl in {report.place}{version and f', {version}'}", ""]
     for name, text in ROADS.items():
-        works, never = name in report.working, all(each.never for each in report.misfits(name))
-        state = "works" if works else "no" if never else "FAILS"
-        more = "" if works or not never else f" (not in {version.removeprefix('as ')})"
-        lines.append(row(works, state, f"{name:<8}", text + more))
+        works = name in report.working
+        lines.append(row(works, "works" if works else "FAILS", f"{name:<8}", text))
     lines += ["", "in this environment"]
     lines += [f"  {name:<11}{text}" for name, text in environment().items()]
-    misfits = [finding for finding in report.misfits() if not finding.never]
+    misfits = report.misfits()
     shown = report.findings if verbose else misfits
     widest = max((len(finding.capability.name) for finding in shown), default=0)
     lines += [""] if shown else []
@@ -161,15 +169,16 @@ def table(report: Report, road: str, color: bool = False, verbose: bool = False)
         where = str(finding.place or finding.note)
         state = "fits" if where else "absent"
         if finding.misfits:
-            state = "DIFFERS" if finding.place else "never" if finding.never else "GONE"
+            state = "DIFFERS" if finding.place else "OLD" if finding.note else "GONE"
         name = f"{finding.capability.name:<{widest}}"
         lines.append(row(finding not in misfits, state, name, where))
         if finding in misfits:
             lines += wrap(finding.verdict, 100, initial_indent=INDENT, subsequent_indent=INDENT)
-    every = len(report.findings) - len(report.misfits()) + len(misfits)
+    every = len(report.findings)
     verdict = "works" if road in report.working else "does not work"
     lines += ["", f"{every - len(misfits)} of {every} fit. The road {road} {verdict}."]
-    lines += [f"All of it fits prime-rl {versions_that_run()}."] if misfits else []
+    if misfits and report.old is None:
+        lines.append(f"All of it fits prime-rl {versions_that_run()}.")
     return "\n".join(lines)
 
 

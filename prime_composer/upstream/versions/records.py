@@ -1,25 +1,13 @@
-"""Versions of prime-rl: one record each.
+"""Versions of prime-rl: one record each, and the old ones by name.
 
 A version is detected from its API, never from its version string. 67 upstream commits already have
 the newer loss contract while their version string still says 0.6.0.
 
 Two things changed at different times, so there are two records. A ``LossContract`` describes what a
-loss receives and which function holds the distillation loss. A ``Version`` refers to one of them
-and describes the TOML: where teachers, environments, evaluation, W&B and the rest are written.
-Nothing outside ``VERSIONS`` compares version names. README.md of the room, "Support a new
-version of prime-rl", shows how to add a record.
-
-    meaning           v0.6                        v0.7                      v0.8           head
-    distillation      training_mode = "opd"       [orchestrator.algo]       =              =
-    teacher           [orchestrator.teacher.*]    algo.teacher, URL list    =              one URL
-    environment       [[orchestrator.train.env]]  = (taskset, harness)      [[...source]]  =
-    verifiers' API    v0                          v0, v1                    =              v1
-    its own teacher   header of the one client    its own algo.teacher      =              =
-    several mixed     header of the one client    header of the teacher     =              =
-    zero advantages   post_batch_filters          =                         =              train
-    evaluation        [[orchestrator.eval.env]]   =                         [[...source]]  =
-    vLLM's arguments  [inference], vllm_extra     =                         =              vllm
-    W&B               [wandb]                     =                         =              monitors
+loss receives and which function holds the distillation loss; v0.6, with the five lines of
+``[trainer.loss]`` alone, has one of its own. A ``Version`` describes the TOML of a prime-rl with
+the contract of episodes, which everything else needs. Nothing outside ``VERSIONS`` compares version
+names. README.md of the room, "Support a new version of prime-rl", shows how to add a record.
 
 v0.9, a release of three days after head, has head's keys. main moved four of them, each at another
 time, so that what is installed may lie between the two: ``probe_version`` looks each one up.
@@ -41,7 +29,6 @@ installed.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,29 +40,7 @@ from prime_composer.upstream.versions.capabilities import (
     signature_of,
     take,
 )
-from prime_composer.upstream.versions.toml_shapes import (
-    PLACES,
-    PLACES_OF_MAIN,
-    EnvironmentWriter,
-    Places,
-    Table,
-    TeachersWriter,
-    environment_of_bridge,
-    environment_with_args,
-    environment_with_taskset,
-    inference_by_vllm_name,
-    inference_with_extra,
-    no_advantage_filter,
-    no_advantage_pruning,
-    output_dir_and_name,
-    output_dir_itself,
-    resume_newest_step,
-    resume_table,
-    source_of_bridge,
-    source_with_agent,
-    teacher_of_each_environment,
-    teacher_of_the_run,
-)
+from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN, Places
 
 LOSS_MODULE = "prime_rl.trainer.rl.loss"
 CONFIGS = {
@@ -150,107 +115,22 @@ class Version:
     commit: str | None
     # entries of ``config_surface`` that tell this version from all older ones
     surface: tuple[str, ...]
-    contract: LossContract  # its interface between trainer and loss
-    environment_key: str  # key of the environments in [orchestrator.train] and [orchestrator.eval]
-    # API of verifiers -> what writes an environment of it
-    environments: Mapping[str, EnvironmentWriter]
-    api: str  # the API of verifiers that an environment by id has, unless the recipe says another
-    # each environment may have an algorithm of its own: ``opd`` with a teacher of its own, without
-    # the adapter, or ``opsd``
-    algorithms: bool
-    # writes the teachers into the table of ``algo`` or into the environments
-    teachers: TeachersWriter
-    # changes [orchestrator] so that rollouts without an advantage train. None: no key does, and the
-    # adapter's orchestrator keeps them.
-    keep_zero_advantages: Callable[[Table], None] | None
-    url_is_list: bool  # base_url is a list of URLs
-    student_client: str  # table of [orchestrator] that holds the policy's client
-    first_step: int  # number of the first training step, as evaluation counts
-    inference: Callable[[Table], Table]  # writes [inference] from vLLM's arguments by vLLM's names
-    model_option: str  # option of its command ``inference`` that names the model
-    vllm_option: str  # prefix of options of its command ``inference`` that vLLM receives
-    wandb: tuple[str, ...]  # path of the W&B table
-    run_dir: Callable[[Path], Table]  # writes the run directory
-    # changes a TOML table so that the run continues from its newest checkpoint
-    resume: Callable[[Table], None]
     places: Places = PLACES  # where [orchestrator] has the keys that main moved
-    # the vLLM that it pins, where that has no endpoint plugins
-    vllm_without_plugins: str | None = None
-
-    @property
-    def environment_of_problems(self) -> EnvironmentWriter:
-        """What writes the environment of our own problems, which is of its newest API."""
-        return self.environments[max(self.environments)]
+    # key of [orchestrator] that is set to false so that rollouts without an advantage train. None:
+    # no key does, and the adapter's orchestrator keeps them.
+    zero_advantages: str | None = "train.filter_zero_advantages"
 
     @property
     def replays_sampling(self) -> bool:
         """Whether the trainer replays top-p: its log-probs are those among the kept ids."""
         return self.places.top_p == PLACES_OF_MAIN.top_p
 
-    def base_url(self, url: str) -> str | list[str]:
-        """Return a URL as this version's clients expect it."""
-        return [url] if self.url_is_list else url
 
-
-_V0_6 = Version(
-    name="v0.6",
-    commit="38494ccb4140897b1c9e7a9ba8da59dcd8940d47",
-    surface=("orchestrator.training_mode",),
-    contract=LOSS_V0_6,
-    environment_key="env",
-    environments={"v0": environment_with_args},
-    api="v0",
-    algorithms=False,
-    teachers=teacher_of_the_run,
-    keep_zero_advantages=no_advantage_filter,
-    url_is_list=True,
-    student_client="student",
-    first_step=0,
-    inference=inference_with_extra,
-    model_option="--model.name",
-    vllm_option="--vllm-extra.",
-    wandb=("wandb",),
-    run_dir=output_dir_itself,
-    resume=resume_newest_step,
-    vllm_without_plugins="0.22",
-)
-_V0_7 = replace(
-    _V0_6,
-    name="v0.7",
-    commit="d334ea52940b47f426293a7d146239e3fbf91caa",
-    surface=("orchestrator.algo", "orchestrator.train.env"),
-    contract=LOSS_V0_7,
-    environments={"v0": environment_of_bridge, "v1": environment_with_taskset},
-    algorithms=True,
-    teachers=teacher_of_each_environment,
-    student_client="model",
-    first_step=1,
-    vllm_without_plugins="0.24",
-)
-_V0_8 = replace(
-    _V0_7,
-    name="v0.8",
-    commit="60bc29547a8824ad1de7b9af8d265e2b27b2a72d",
-    surface=("orchestrator.algo", "orchestrator.train.source"),
-    environment_key="source",
-    environments={"v0": source_of_bridge, "v1": source_with_agent},
-    api="v1",
-    vllm_without_plugins=None,
-)
-_HEAD = replace(
-    _V0_8,
+_V0_8_SURFACE = ("orchestrator.algo", "orchestrator.train.source")
+_HEAD = Version(
     name="head",
     commit="559b44772e471d1538537b8805cc77f3824a5e64",
-    surface=(*_V0_8.surface, "teacher.base_url: str"),
-    environments={"v1": source_with_agent},
-    keep_zero_advantages=no_advantage_pruning,
-    url_is_list=False,
-    inference=inference_by_vllm_name,
-    model_option="--vllm.model",
-    vllm_option="--vllm.",
-    wandb=("monitors", "wandb"),
-    run_dir=output_dir_and_name,
-    resume=resume_table,
+    surface=(*_V0_8_SURFACE, "teacher.base_url: str"),
 )
 _V0_9 = replace(_HEAD, name="v0.9", commit=None, surface=(*_HEAD.surface, "rl.dashboard"))
 _MAIN = replace(
@@ -258,40 +138,62 @@ _MAIN = replace(
     name="main",
     surface=("orchestrator.train.algo",),
     places=PLACES_OF_MAIN,
-    keep_zero_advantages=None,
+    zero_advantages=None,
 )
-VERSIONS: dict[str, Version] = {v.name: v for v in (_V0_6, _V0_7, _V0_8, _HEAD, _V0_9, _MAIN)}
-"""All supported versions of prime-rl by name, the oldest first."""
+VERSIONS: dict[str, Version] = {v.name: v for v in (_HEAD, _V0_9, _MAIN)}
+"""All versions of prime-rl that everything supports by name, the oldest first."""
 
 NEWEST_RUN = [version for version in VERSIONS.values() if version.commit][-1]
 """The newest version that the tests run."""
 
+OLD: dict[str, tuple[str, ...]] = {
+    "v0.6": ("orchestrator.training_mode",),
+    "v0.7": ("orchestrator.algo", "orchestrator.train.env"),
+    "v0.8": _V0_8_SURFACE,
+}
+"""Older version -> the entries of ``config_surface`` that tell it from all before, the oldest
+first. v0.6 has the five lines in [trainer.loss], and the others have nothing."""
 
-def listed_environments(train: Any) -> Any:
-    """Return the environments of prime-rl's own [orchestrator.train], whichever key it has."""
-    keys = (version.environment_key for version in reversed(VERSIONS.values()))
-    return next(getattr(train, key) for key in keys if hasattr(train, key))
+LAST_COMMIT = "5218d7f"
+"""The last commit of this package that had all of ``OLD``."""
+
+
+class OldVersion(UnknownSurface):
+    """The importable prime-rl is one of ``OLD``."""
+
+    def __init__(self, name: str):
+        self.name = name
+        own = f"prime-rl {name} is no longer supported:"
+        if name == "v0.6":
+            own = (
+                f"in prime-rl {name} this package has the five lines in [trainer.loss] alone, "
+                "without PRIME_COMPOSER; for all else"
+            )
+        super().__init__(
+            f"{own} install prime-rl {versions_that_run()}, or prime_composer at its "
+            f"commit {LAST_COMMIT}, the last one that had {name}."
+        )
 
 
 def loss_contracts() -> tuple[LossContract, ...]:
-    """Return the loss contracts of all versions, each once, the oldest first."""
-    return tuple(dict.fromkeys(version.contract for version in VERSIONS.values()))
+    """Return the loss contracts of all versions, the oldest first."""
+    return LOSS_V0_6, LOSS_V0_7
 
 
 def versions_that_run() -> str:
-    """Return the versions of prime-rl to install, for messages: releases, and one commit."""
-    *releases, newest = (v for v in VERSIONS.values() if v.commit)
-    return f"{', '.join(v.name for v in releases)} or {(newest.commit or '')[:8]}"
+    """Return the version of prime-rl to install, for messages, and those that nobody has run."""
+    read = ", ".join(version.name for version in VERSIONS.values() if not version.commit)
+    return f"{(NEWEST_RUN.commit or '')[:8]} ({read}: read in part, never run)"
 
 
 def known_versions() -> str:
     """Describe all supported versions, for error messages."""
-    return "; ".join(
+    newer = (
         f"{version.name} "
-        f"({f'read at {version.commit[:8]}' if version.commit else 'read in part, never run'}: "
-        f"{version.contract.setup}, {version.contract.slot}, {version.contract.ref_field})"
+        f"({f'read at {version.commit[:8]}' if version.commit else 'read in part, never run'})"
         for version in VERSIONS.values()
     )
+    return "; ".join(["v0.6 (the five lines in [trainer.loss] alone)", *newer])
 
 
 def probe_contract(module: ModuleType) -> LossContract:
@@ -333,6 +235,9 @@ def match_version(surface: Iterable[str]) -> Version:
         if not missing:
             return version
         reports.append(f"{version.name}: {', '.join(missing)}")
+    for name, own in reversed(OLD.items()):
+        if entries.issuperset(own):
+            raise OldVersion(name)
     raise UnknownSurface(
         "The importable prime-rl's config classes fit no version that prime_composer can write a "
         f"TOML for. Missing: {' | '.join(reports)}. Found: {', '.join(sorted(entries))}. "

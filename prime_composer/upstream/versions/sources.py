@@ -45,12 +45,15 @@ def of_checkout(folder: Path) -> list[Path]:
     return found
 
 
-def texts_of(folders: Iterable[Path]) -> dict[str, str]:
-    """Return the text of every source file by its path, which begins with ``prime_rl``."""
+def texts_of(folders: Iterable[Path], below: str = "") -> dict[str, str]:
+    """Return the text of every source file by its path, which begins with ``prime_rl``.
+
+    ``below`` names the one folder of the package that is read.
+    """
     return {
         f"{PACKAGE}/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
         for folder in folders
-        for path in folder.rglob("*.py")
+        for path in (folder / below).rglob("*.py")
     }
 
 

@@ -1,11 +1,14 @@
-"""The recipe of the whole-run tests: exported like a user's, with CPU settings in [prime_rl]."""
+"""The recipe of the whole-run tests: exported like a user's, with CPU settings in [prime_rl].
+
+v0.6 has no export: its TOML is written here.
+"""
 
 from pathlib import Path
 
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.export.toml import to_toml
-from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.toml_shapes import resume_table
 from tests.upstream.e2e.launch_run import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -16,7 +19,6 @@ MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "oth
 
 
 def native(
-    version,
     student,
     teacher,
     models,
@@ -40,10 +42,9 @@ def native(
     lora=False,
     batch=BATCH,
 ):
-    """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
+    """Return head's native TOML: a tiny student and teacher, eight sums, three steps.
 
     Args:
-        version: a name of ``versions.VERSIONS``.
         student: URL of its server.
         teacher: URL of its server.
         models: folder of the models.
@@ -57,20 +58,19 @@ def native(
             each with its own mixture of the two.
         resume: False keeps a checkpoint of each step, True also resumes from the newest one.
         group_size: rollouts of one prompt.
-        taskset: the taskset, from v0.7 on.
+        taskset: the taskset.
         asked_by: who asks the teacher; None: what follows from the loss.
         environments: tables of the recipe's [environments], in the place of the sums.
         rollout: more keys of the recipe's [rollout]. A renderer there is used in the place of
             Qwen3's.
         lr: the learning rate.
-        replay: the trainer uses the experts that the student's server has used, from v0.8 on.
+        replay: the trainer uses the experts that the student's server has used.
         apart: the teacher has a tokenizer of its own.
         lora: the student trains adapters alone.
         batch: rollouts per step.
-        rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
+        rl: adds an environment with prime-rl's own rl loss. Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
-    newer = version in ("v0.8", "head")
     recipe = {
         "student": {"model": str(models / "student")},
         "teacher": {"model": str(models / "teacher"), "url": teacher},
@@ -95,51 +95,33 @@ def native(
     if asked_by is not None:
         recipe["teacher"]["asked_by"] = asked_by
     model = {
-        "attn": "sdpa",
-        "impl": "hf",
+        "attn": "flash_attention_2",
+        "impl": "custom",
         "fused_lm_head_token_chunk_size": 64 if fused else "disabled",
+        "ac": "None",
+        "ac_offloading": "None",
+        "compile": "None",
+        "optim_cpu_offload": False,
     }
-    if version != "v0.6":
-        model |= {
-            "ac": "None",
-            "ac_offloading": "None",
-            "compile": "None",
-            "optim_cpu_offload": False,
-        }
-    if newer:
-        model |= {"attn": "flash_attention_2", "impl": "custom"}
+    agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
+    sums = {"taskset": {"id": taskset}, "agent": agent}
     prime_rl = {
         "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
         "trainer": {"model": model, "enable_router_replay": replay},
         "weight_broadcast": {"type": "filesystem"},
-        "orchestrator": {"train": {}},
+        "rollout_transport": {"type": "filesystem"},
+        "monitors": {"file": {}},
+        "orchestrator": {
+            "train": {"source": [{"name": "sums", "env": sums}]},
+            # Two runs on one machine would meet at its default port.
+            "env_server_base_port": free_port(),
+            # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many
+            # worker processes.
+            "concurrency": {"max_inflight": BATCH},
+        },
     }
     if "renderer" not in recipe["rollout"]:
         prime_rl["orchestrator"]["renderer"] = {"name": "qwen3"}
-    if version == "v0.6":
-        prime_rl["orchestrator"]["train"]["env"] = [{"id": "tiny-env", "name": "sums"}]
-        prime_rl["orchestrator"]["collect_inference_metrics"] = False
-    elif version == "v0.7":
-        harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
-        prime_rl["orchestrator"]["train"]["env"] = [
-            {"name": "sums", "taskset": {"id": taskset}, "harness": harness}
-        ]
-    else:
-        agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
-        env = {"taskset": {"id": taskset}, "agent": agent}
-        prime_rl["orchestrator"]["train"]["source"] = [{"name": "sums", "env": env}]
-    if newer:
-        prime_rl["rollout_transport"] = {"type": "filesystem"}
-    if newer:  # two runs on one machine would meet at its default port
-        prime_rl["orchestrator"]["env_server_base_port"] = free_port()
-    if version == "head":
-        prime_rl["monitors"] = {"file": {}}
-        # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many
-        # worker processes.
-        prime_rl["orchestrator"]["concurrency"] = {"max_inflight": BATCH}
-    else:
-        for part in ("trainer", "orchestrator"):
-            prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
     if hint is not None:
         recipe["teacher"] = {"policy": {"update": "live", "hint": hint}}
         prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
@@ -159,9 +141,9 @@ def native(
         recipe["environments"] = environments
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    table = export_recipe(parse_recipe(recipe), version).table
+    table = export_recipe(parse_recipe(recipe), "head").table
     if resume:
-        VERSIONS[version].resume(table)
+        resume_table(table)
     if rl:
         del table["trainer"]["loss"]
         orchestrator = table["orchestrator"]
@@ -175,3 +157,52 @@ def native(
     return text.replace(
         'id = "null"', 'id = "tiny-harness"'
     )  # upstream's own wants PyPI at run time
+
+
+def five_lines(student, teacher, models, loss):
+    """Return v0.6's native TOML: the same models, sums and steps, with our loss in [trainer.loss].
+
+    Args:
+        student: URL of its server.
+        teacher: URL of its server.
+        models: folder of the models.
+        loss: loss table.
+    """
+    table = {
+        "max_steps": STEPS,
+        "seq_len": 128,
+        "output_dir": "outputs",
+        "model": {"name": str(models / "student")},
+        "orchestrator": {
+            "batch_size": BATCH,
+            "group_size": 1,
+            "training_mode": "opd",
+            # Groups of equal rewards have no advantage, and its filter would drop them.
+            "post_batch_filters": [{"type": "gibberish"}, {"type": "repetition"}],
+            "collect_inference_metrics": False,
+            "train": {
+                "env": [{"id": "tiny-env", "name": "sums"}],
+                "sampling": {"temperature": 1.0, "max_completion_tokens": 12},
+            },
+            "teacher": {
+                "model": {"name": str(models / "teacher")},
+                "client": {"base_url": [teacher]},
+            },
+            "student": {"client": {"base_url": [student]}},
+            "renderer": {"name": "qwen3"},
+        },
+        "trainer": {
+            "loss": {
+                "type": "custom",
+                "import_path": "prime_composer.upstream.loss_fn",
+                "kwargs": loss,
+            },
+            "optim": {"type": "adamw", "lr": 1e-2, "weight_decay": 0.0},
+            "model": {"attn": "sdpa", "impl": "hf", "fused_lm_head_token_chunk_size": 64},
+        },
+        "deployment": {"num_train_gpus": 1, "num_infer_gpus": 1},
+        "weight_broadcast": {"type": "filesystem"},
+    }
+    for part in ("trainer", "orchestrator"):
+        table[part]["wandb"] = {"project": "test", "name": part, "offline": True}
+    return to_toml(table)

@@ -1,4 +1,4 @@
-"""Eight sums with a random reward, so that groups of a tiny model have advantages (v0.7 on)."""
+"""Eight sums with a random reward, so that groups of a tiny model have advantages."""
 
 import tiny_taskset
 import verifiers.v1 as vf

@@ -14,8 +14,6 @@ class TinyHarness(vf.Harness[TinyHarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data=None):
-        if data is None:  # verifiers 0.2.0, prime-rl v0.7
-            data = getattr(trace.task, "data", trace.task)
         _, prompt = self.resolve_prompt(data)
         body = {"model": ctx.model, "messages": [{"role": "user", "content": prompt}]}
         async with httpx.AsyncClient(timeout=60) as client:

@@ -1,4 +1,4 @@
-"""Eight sums, from v0.7 on: the reward of odd ones is the answer's length, of even ones 1."""
+"""Eight sums: the reward of odd ones is the answer's length, of even ones 1."""
 
 import tiny_taskset
 import verifiers.v1 as vf

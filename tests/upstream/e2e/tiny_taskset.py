@@ -1,4 +1,4 @@
-"""Eight sums, for the verifiers of prime-rl v0.7 and newer."""
+"""Eight sums."""
 
 import verifiers.v1 as vf
 

@@ -1,6 +1,6 @@
 """Numbers to spell, with a harness: one package for verifiers' v1 API. Its id is "tiny-turns".
 
-Odd numbers take one turn, even ones as many as ``turns`` says. tiny_turns_v0.py is its v0.
+Odd numbers take one turn, even ones as many as ``turns`` says.
 """
 
 import httpx
@@ -46,8 +46,6 @@ class TurnsHarness(vf.Harness[TurnsHarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data=None):
-        if data is None:  # verifiers 0.2.0, prime-rl v0.7
-            data = getattr(trace.task, "data", trace.task)
         url = f"{endpoint.rstrip('/')}/chat/completions"
         messages = [{"role": "user", "content": data.prompt}]
         async with httpx.AsyncClient(
