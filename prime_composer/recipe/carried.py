@@ -44,7 +44,7 @@ DATA: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("limit", "prompt_chars", "clean", "kind", "size", "seed"), CARRIED),
     **dict.fromkeys(("operations", "topics", "hold_out", "use"), CARRIED),
     **dict.fromkeys(("calculator_annotations", "prompt_template"), CARRIED),
-    **dict.fromkeys(("messages_key", "system", "system_key"), CARRIED),
+    **dict.fromkeys(("messages_key", "system", "system_key", "template_args"), CARRIED),
     "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
     **dict.fromkeys(("metric", "ratio", "teacher", "teacher_key"), CARRIED),
 }

@@ -32,7 +32,40 @@ PLAIN = TeacherPromptConfig()
 """Nothing of a prompt is the teacher's own, but its tokenizer."""
 
 
-class TeacherPrompts:
+class ConversationPrompts:
+    """The prompts of conversations, in a teacher's tokens.
+
+    Args:
+        tokenizer: the teacher's, with the chat template of ``asks``.
+        asks: what of the prompts is the teacher's own.
+        table: for messages.
+    """
+
+    def __init__(self, tokenizer: Any, asks: TeacherPromptConfig, table: str):
+        self.tokenizer, self._asks, self._table = tokenizer, asks, table
+        if asks.chat_template is not False:
+            self._check_template()
+        self.of_conversation = cache(self._rendered_conversation)
+
+    def _check_template(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise PreflightError(
+                f"[{self._table}.prompt] goes through a chat template, and the teacher's tokenizer "
+                "has none, or is not on this machine: name its directory or hub id in "
+                f"{self._table}.model, or a file with a template in chat_template."
+            )
+
+    def _rendered_conversation(self, asked: str) -> list[int]:
+        """Return the prompt of what ``conversation`` has written."""
+        try:
+            return prompt_of_messages(
+                **json.loads(asked), asks=self._asks, tokenizer=self.tokenizer
+            )
+        except ValueError as error:
+            raise PreflightError(f"[{self._table}.prompt] {error}") from None
+
+
+class TeacherPrompts(ConversationPrompts):
     """The prompts of a recipe's problems, in the teacher's tokens.
 
     Called with the student's token ids of a prompt, it returns the teacher's.
@@ -54,21 +87,16 @@ class TeacherPrompts:
         table: str,
         asks: TeacherPromptConfig = PLAIN,
     ):
-        self.problem_set, self._table, self._asks = problem_set, table, asks
+        self.problem_set, self._student_prompt = problem_set, student_prompt
         self._sources = {name: asks.of(data) for name, data in problem_set.sources.items()}
-        self.tokenizer = with_template(tokenizer, asks, table)
-        chats = any(data.chat_template for data in self._sources.values())
-        if chats and getattr(self.tokenizer, "chat_template", None) is None:
-            raise PreflightError(
-                f"[{table}.prompt] goes through a chat template, and the teacher's tokenizer has "
-                f"none, or is not on this machine: name its directory or hub id in {table}.model, "
-                "or a file with a template in chat_template."
-            )
-        self._student_prompt = student_prompt
+        super().__init__(with_template(tokenizer, asks, table), asks, table)
         self._problems: dict[tuple[int, ...], Problem] = {}
         # A problem is asked in many steps.
         self.of = cache(self._rendered)
-        self.of_conversation = cache(self._rendered_conversation)
+
+    def _check_template(self) -> None:
+        if any(data.chat_template for data in self._sources.values()):
+            super()._check_template()
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         """Return the teacher's prompt of the problem whose prompt this is."""
@@ -108,21 +136,13 @@ class TeacherPrompts:
         except ValueError as error:
             raise PreflightError(f"[{self._table}.prompt] {error}") from None
 
-    def _rendered_conversation(self, asked: str) -> list[int]:
-        """Return the prompt of a conversation, as JSON with messages and tools."""
-        try:
-            return prompt_of_messages(
-                **json.loads(asked), asks=self._asks, tokenizer=self.tokenizer
-            )
-        except ValueError as error:
-            raise PreflightError(f"[{self._table}.prompt] {error}") from None
-
 
 def prompt_of_messages(
     messages: Sequence[Mapping[str, Any]],
     asks: TeacherPromptConfig,
     tokenizer: Any,
     tools: Sequence[Mapping[str, Any]] = (),
+    question: str | None = None,
 ) -> list[int]:
     """Return the teacher's prompt of a conversation that ends in what is to be answered.
 
@@ -131,27 +151,40 @@ def prompt_of_messages(
         asks: what of the prompt is the teacher's own.
         tokenizer: the teacher's, with the template of ``asks``.
         tools: the tools that the conversation may call, as JSON schemas.
+        question: for ``prompt_template``; None takes the last message.
 
     Raises:
         ValueError: the template refuses the messages, or they are more than one plain text.
     """
+    own = own_messages(messages, asks, question)
+    if asks.chat_template is not False:
+        return render_messages(own, tokenizer, asks.template_args, tools)
+    if len(own) > 1 or own[0]["role"] != "user":
+        raise ValueError(
+            "chat_template = false: a conversation of several messages is no plain text"
+        )
+    return list(tokenizer.encode(own[0]["content"]))
+
+
+def own_messages(
+    messages: Sequence[Mapping[str, Any]],
+    asks: TeacherPromptConfig,
+    question: str | None = None,
+) -> list[Mapping[str, Any]]:
+    """Return a conversation with what of it is the teacher's own."""
     *before, last = messages
     if asks.prompt_template is not None and last["role"] == "user":
-        text = asks.prompt_template.replace("{question}", last["content"])
+        text = asks.prompt_template.replace("{question}", question or last["content"])
         last = {**last, "content": text}
     own = [*before, last]
-    if asks.chat_template is False:
-        if before or last["role"] != "user":
-            raise ValueError(
-                "chat_template = false: a conversation of several messages is no plain text"
-            )
-        return list(tokenizer.encode(last["content"]))
     if asks.system and own[0]["role"] != "system":
         own.insert(0, {"role": "system", "content": asks.system})
-    return render_messages(own, tokenizer, asks.template_args, tools)
+    return own
 
 
-def conversation(messages: Sequence[Any], tools: Sequence[Any] = ()) -> str | None:
+def conversation(
+    messages: Sequence[Any], tools: Sequence[Any] = (), question: str | None = None
+) -> str | None:
     """Return messages and tools of verifiers for a chat template, as JSON.
 
     None: a message has more than text.
@@ -164,7 +197,7 @@ def conversation(messages: Sequence[Any], tools: Sequence[Any] = ()) -> str | No
         {"type": "function", "function": {name: getattr(tool, name) for name in names}}
         for tool in tools
     ]
-    return json.dumps({"messages": read, "tools": schemas})
+    return json.dumps({"messages": read, "tools": schemas, "question": question})
 
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:
@@ -300,22 +333,14 @@ class OwnPromptScorer:
 
     def pieces(self, rollout: Rollout) -> list[Piece]:
         """Return the answers in a rollout: one, or those of a conversation."""
-        if not rollout.turns:
-            if not rollout.trained.all():
-                raise ValueError(
-                    "a teacher with a prompt of its own reads messages, and those of a "
-                    "conversation are not known"
-                )
-            return [Piece(rollout, self.prompts(rollout.token_ids[: rollout.start].tolist()))]
-        pieces = []
-        for turn in rollout.turns:
-            behind_it = rollout.loss_mask[turn.start :]
-            length = int((~behind_it).int().argmax()) if not behind_it.all() else len(behind_it)
-            if length:  # 0: cut off, as beyond a window
-                ids = rollout.token_ids[: turn.start + length]
-                own = Rollout.not_sampled(ids, turn.start, rollout.finish_reason)
-                pieces.append(Piece(own, self.prompts.of_conversation(turn.asked)))
-        return pieces
+        if rollout.turns:
+            return pieces_of(rollout, self.prompts)
+        if not rollout.trained.all():
+            raise ValueError(
+                "a teacher with a prompt of its own reads messages, and those of a conversation "
+                "are not known"
+            )
+        return [Piece(rollout, self.prompts(rollout.token_ids[: rollout.start].tolist()))]
 
     def room(self, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with the student's prompt, the teacher can read.
@@ -336,19 +361,37 @@ class OwnPromptScorer:
         self.scorer.close()
 
 
+def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[Piece]:
+    """Return the answers of the student in a conversation."""
+    pieces = []
+    for turn in rollout.turns:
+        behind_it = rollout.loss_mask[turn.start :]
+        length = int((~behind_it).int().argmax()) if not behind_it.all() else len(behind_it)
+        if length:  # 0: cut off, as beyond a window
+            ids = rollout.token_ids[: turn.start + length]
+            own = Rollout.not_sampled(ids, turn.start, rollout.finish_reason)
+            pieces.append(Piece(own, prompts.of_conversation(turn.asked)))
+    return pieces
+
+
 def joined(
     rollout: Rollout,
     answers: Sequence[tuple[Piece, Scores]],
     ids: Int[Tensor, "n k"] | None = None,
+    start: int | None = None,
 ) -> Scores:
     """Return the scores of a rollout from those of its answers. Other tokens are not scored.
 
-    ``ids`` are what the caller chose to score. A token that is not scored has a row of a uniform
-    distribution, which is one for every check.
+    A token that is not scored has a row of a uniform distribution, which is one for every check.
+
+    Args:
+        ids: what the caller chose to score.
+        start: the first row's token; None for the first that trains.
     """
-    first, n = answers[0][1], len(rollout.trained)
+    start = rollout.start if start is None else start
+    first, n = answers[0][1], len(rollout.token_ids) - start
     if len(answers) == 1 and len(first) == n:
-        return replace(first, start=rollout.start)
+        return replace(first, start=start)
     if ids is None:
         ids = torch.arange(first.k).expand(n, -1)
     logprob = -math.log(max(first.k, 2))
@@ -358,11 +401,11 @@ def joined(
         torch.full((n, first.k), logprob),
         tuple(_no_states(share, n) for share in first.hidden),
         None if first.known is None else torch.zeros(n, first.k, dtype=torch.bool),
-        rollout.start,
+        start,
         scored=torch.zeros(n, dtype=torch.bool),
     )
     for piece, scores in answers:
-        at = slice(piece.start - rollout.start, piece.end - rollout.start)
+        at = slice(piece.start - start, piece.end - start)
         whole.ref_logprobs[at] = scores.ref_logprobs
         whole.token_ids[at] = scores.token_ids
         whole.teacher_logprobs[at] = scores.teacher_logprobs

@@ -15,6 +15,8 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         and the trainer asks the teachers, not the orchestrator
     {"loss": {...}, "teacher_tokenizers": {"NAME": "DIRECTORY"}, "student_tokenizer": "DIRECTORY"}
                                         and the teacher that is served as NAME has its own tokenizer
+    {"loss": {...}, "teacher_prompts": {"NAME": {"tokenizer": "DIRECTORY", "system": ...}}}
+                                        and the teacher that is served as NAME has its own prompts
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
@@ -74,7 +76,9 @@ TEACHER_KEYS = ("asked_by", "head_on")
 
 TOKENIZERS_KEY = "teacher_tokenizers"
 
-SETTINGS_IN_FILE = (*TEACHER_KEYS, TOKENIZERS_KEY)
+PROMPTS_KEY = "teacher_prompts"
+
+SETTINGS_IN_FILE = (*TEACHER_KEYS, TOKENIZERS_KEY, PROMPTS_KEY)
 """Further keys of a loss table in a file: settings of the same names."""
 
 
@@ -132,6 +136,11 @@ class AdapterSettings(Table):
     """Teachers with tokenizers of their own: the name that a teacher is served by -> directory or
     hub id of its tokenizer. All others have the student's."""
 
+    teacher_prompts: dict[str, dict[str, Any]] | None = None
+    """Teachers that read prompts of their own: the name that a teacher is served by ->
+    ``tokenizer``, the directory or hub id of its tokenizer, and the keys of a recipe's
+    ``[teacher.prompt]``. Such a teacher is asked turn by turn."""
+
     student_tokenizer: str | None = None
     """Directory or hub id of the student's tokenizer, which each teacher's server is compared with.
     The launcher reads it in the trainer's config."""
@@ -149,6 +158,18 @@ class AdapterSettings(Table):
             if entries is not None and not entries:
                 raise ValueError("name at least one: {url, model, weight}")
         return teachers
+
+    @field_validator("teacher_prompts")
+    @classmethod
+    def _are_prompts(cls, prompts: Any) -> Any:
+        from prime_composer.recipe.teacher import TeacherPromptConfig
+
+        for name, table in (prompts or {}).items():
+            if not isinstance(table.get("tokenizer"), str):
+                raise ValueError(f"{name}: name the teacher's directory or hub id in tokenizer")
+            own = {key: value for key, value in table.items() if key != "tokenizer"}
+            TeacherPromptConfig.model_validate(own)
+        return prompts
 
     @model_validator(mode="before")
     @classmethod
@@ -171,7 +192,7 @@ class AdapterSettings(Table):
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
         values = self.model_dump(mode="json")
-        for key in (TOKENIZERS_KEY, "student_tokenizer", "seq_len"):
+        for key in (TOKENIZERS_KEY, PROMPTS_KEY, "student_tokenizer", "seq_len"):
             if values[key] is None:  # older versions of the adapter do not know the key
                 del values[key]
         return {SWITCH: json.dumps(values)}
@@ -216,6 +237,11 @@ class AdapterSettings(Table):
 
     def _check_tokenizers(self, loss: Any) -> None:
         """Refuse what goes with no teacher that has a tokenizer of its own."""
+        if self.teacher_prompts and self.trainer_asks:
+            raise ValueError(
+                f"{PROMPTS_KEY}: prompts are rendered from messages, which the trainer does not "
+                'have: leave asked_by = "trainer" out, and give the loss a number k.'
+            )
         if not self.teacher_tokenizers:
             return
         own = 'A teacher with a tokenizer of its own ("teacher_tokenizers")'
@@ -241,7 +267,7 @@ class AdapterSettings(Table):
 
         The trainer sees it by ``wire.MARK``.
         """
-        return self.teachers_mixed or bool(self.teacher_tokenizers)
+        return self.teachers_mixed or bool(self.teacher_tokenizers or self.teacher_prompts)
 
     @property
     def trainer_asks(self) -> bool:

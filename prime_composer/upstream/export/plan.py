@@ -90,6 +90,23 @@ class Plan:
         ]
 
     @property
+    def prompts(self) -> dict[str, dict[str, Any]]:
+        """Served name of each teacher with prompts of its own, its tokenizer, and the prompts."""
+        configs, prompts = Routing.of_recipe(self.recipe).teachers, {}
+        for teacher, server in self.teachers.items():
+            if (asks := configs[teacher].prompt) is not None:
+                own = asks.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+                prompts[server["model"]] = {"tokenizer": server["model"], **own}
+        return prompts
+
+    @property
+    def renderer(self) -> dict[str, Any]:
+        """prime-rl's renderer: that of the recipe, with the variables of the chat template."""
+        data = next(iter(self.recipe.problem_sources.values()), None)
+        args = {} if data is None else data.template_args or {}
+        return {**self.recipe.rollout.renderer, **args}
+
+    @property
     def tokenizers(self) -> dict[str, str]:
         """Served name of each teacher with a tokenizer of its own, and the tokenizer's place."""
         configs = Routing.of_recipe(self.recipe).teachers

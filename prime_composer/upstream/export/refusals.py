@@ -67,6 +67,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "Set it to the tokens of the longest prompt and its completion."
         )
     refuse_tokenizers(recipe.teacher_tables, recipe.loss)
+    refuse_prompts(recipe)
     policy = recipe.policy_teacher
     servers = {} if policy is not None else recipe.teacher_tables
     refuse_two_credentials({"rollout": recipe.rollout, **servers})
@@ -218,6 +219,38 @@ def refuse_tokenizers(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -
         raise RecipeError(
             f"{own}: loss.type = {loss.type!r} reads rewards and a teacher for the same token, and "
             f"inside prime-rl this teacher has no score of some. Use a loss of the teacher alone, "
+            f"{RUN_LOCALLY}"
+        )
+
+
+def refuse_prompts(recipe: Recipe) -> None:
+    """Check that prime-rl's processes can write the prompts of teachers and students."""
+    by_name: dict[str, Any] = {}
+    for table, teacher in recipe.teacher_tables.items():
+        asked_there = teacher.asked_by == "trainer" or recipe.loss.reads_hidden_states
+        if teacher.prompt is not None and asked_there:
+            raise RecipeError(
+                f"[{table}.prompt]: prime-rl's trainer asks this teacher, and has no messages to "
+                f'write its prompts from: leave asked_by out, and k = "full", {RUN_LOCALLY}'
+            )
+        name = repr((teacher.model, teacher.prepare))
+        if by_name.setdefault(name, teacher.prompt) != teacher.prompt:
+            raise RecipeError(
+                f"[{table}.prompt]: prime-rl knows a teacher by the name that it is served by, and "
+                f"another one has the same and other prompts: name one of them, {RUN_LOCALLY}"
+            )
+    args = [data.template_args or {} for data in recipe.problem_sources.values()]
+    args += [{} for _ in recipe.environments_by_id]
+    if any(one != args[0] for one in args):
+        raise RecipeError(
+            "template_args: prime-rl has one renderer for all environments, and they differ here: "
+            "give all of them the same (environments by id: in rollout.renderer alone), "
+            f"{RUN_LOCALLY}"
+        )
+    if args and args[0] and "name" not in recipe.rollout.renderer:
+        raise RecipeError(
+            f"data.template_args = {args[0]}: prime-rl's renderers take variables where they are "
+            'named: set rollout.renderer = { name = "qwen3" }, or "default" for any chat template, '
             f"{RUN_LOCALLY}"
         )
 

@@ -16,7 +16,13 @@ from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
-from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS, TOKENIZERS_KEY
+from prime_composer.upstream.settings import (
+    FILE_KEY,
+    IMPORT_PATH,
+    PROMPTS_KEY,
+    TEACHER_KEYS,
+    TOKENIZERS_KEY,
+)
 from prime_composer.upstream.versions.records import Version
 from prime_composer.upstream.versions.toml_shapes import (
     ENVIRONMENTS,
@@ -89,8 +95,8 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
             put(table, version.places.algo, self_distillation(plan))
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
-    if recipe.rollout.renderer:
-        table["renderer"] = plain(recipe.rollout.renderer)
+    if plan.renderer:
+        table["renderer"] = plain(plan.renderer)
     if recipe.loss.reads_rewards_and_teacher and version.zero_advantages is not None:
         put(table, version.zero_advantages, False)  # worth their distillation
     if recipe.rollout.url is not None:
@@ -105,7 +111,7 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
 
 def self_distillation(plan: Plan) -> dict[str, Any]:
     """Return the algorithm of a policy that is its own teacher, given a hint."""
-    policy, renderer = plan.recipe.policy_teacher, plan.recipe.rollout.renderer
+    policy, renderer = plan.recipe.policy_teacher, plan.renderer
     assert policy is not None, "a loss without a teacher"
     table: dict[str, Any] = {"type": "opsd", "demo_key": HINT_KEYS[policy.hint]}
     if policy.hint == "feedback":
@@ -213,6 +219,8 @@ def loss_table(plan: Plan) -> dict[str, Any]:
     tokenizers = plan.tokenizers
     if tokenizers:
         table[TOKENIZERS_KEY] = tokenizers
+    if plan.prompts:
+        table[PROMPTS_KEY] = plain(plan.prompts)
     return table
 
 

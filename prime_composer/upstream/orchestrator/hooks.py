@@ -29,6 +29,7 @@ from prime_composer.upstream.orchestrator.hints import (
     with_hints,
     with_siblings,
 )
+from prime_composer.upstream.orchestrator.own_prompt import scored_by_prompt
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR, Tally
@@ -101,10 +102,16 @@ def hook_client(module: Any) -> None:
             )
         if scoring is not None and frozen and directory is not None:
             return marked(await said(by_turns(openai, model, directory, token_ids, scoring)))
+
+        async def score(client: Any, name: str) -> Scores:
+            if scoring is not None and name in (_settings().teacher_prompts or {}):
+                return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
+            return await REQUESTS.score(client, name, token_ids, k, frozen=frozen)
+
         if header is not None:
-            request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
+            request = score_by_each(score, teachers_of(header), token_ids)
         else:
-            request = REQUESTS.score(openai, model, token_ids, k, frozen=frozen)
+            request = score(openai, model)
         return marked(wire.sent(await said(request)))
 
     module.prefill_logprobs = prefill_logprobs
@@ -116,7 +123,7 @@ async def by_turns(
     """Return the scores of a branch by a teacher with a tokenizer of its own."""
     from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
 
-    own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
+    own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer, model)
     facts = await REQUESTS.meet(openai, model, own.tokenizer)
 
     def ask(reading: list[int], start: int, k: int) -> Awaitable[Scores]:

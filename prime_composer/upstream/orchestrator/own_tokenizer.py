@@ -28,12 +28,19 @@ from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.losses import parse_loss
 from prime_composer.problems.prompts import ends_of_chat
+from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.scoring.wire import Facts
+from prime_composer.teachers.own_prompt import (
+    PLAIN,
+    as_template_reads,
+    own_messages,
+    with_template,
+)
 from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
 from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
 from prime_composer.upstream import wire
-from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.settings import PROMPTS_KEY, SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
 
 Ask = Callable[[list[int], int, int], Awaitable[Scores]]
@@ -62,8 +69,16 @@ class OwnTokenizer:
     Where ``fixed``, supports must not depend on the sampled token.
     """
 
-    def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
-        self.tokenizer, self.k = tokenizer, k
+    def __init__(
+        self,
+        tokenizer: Any,
+        pair: Pair,
+        k: int,
+        *,
+        fixed: bool = False,
+        asks: TeacherPromptConfig = PLAIN,
+    ):
+        self.tokenizer, self.k, self._asks = tokenizer, k, asks
         self._pair, self._by_rows = pair, ByRows(pair, fixed=fixed)
         self._first_tokens = FirstTokens()
 
@@ -73,11 +88,15 @@ class OwnTokenizer:
         ``messages`` are those of the branch up to the turn, with its own.
         """
         *before, own = (as_template_reads(message) for message in messages)
-        if own is None or any(message is None for message in before):
+        read = [message for message in before if message is not None]
+        if own is None or len(read) < len(before):
             return None  # images
+        asked, args = own_messages(read, self._asks), self._asks.template_args or {}
         prompt, whole = (
-            self.tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=opens)
-            for read, opens in ((before, True), ([*before, own], False))
+            self.tokenizer.apply_chat_template(
+                those, tokenize=False, add_generation_prompt=opens, **args
+            )
+            for those, opens in ((asked, True), ([*asked, own], False))
         )
         plan = plan_of(self._pair, token_ids)
         text = self._pair.teacher.bytes_of(plan.teacher_ids).decode(errors="replace")
@@ -103,22 +122,11 @@ class OwnTokenizer:
         return await compute(self._by_rows.scores, turn.plan, read, self.k, facts.vocab_size)
 
 
-def as_template_reads(message: Any) -> dict[str, Any] | None:
-    """Return a message of verifiers for a chat template; None where it has more than text."""
-    fields = dict(message.model_dump(exclude_none=True))
-    content = fields.get("content") or ""
-    if isinstance(content, list):
-        if any(part.get("type") != "text" for part in content):
-            return None
-        content = "\n".join(part["text"] for part in content)
-    return fields | {"content": content}
-
-
 @cache
-def opened(directory: str, student: str | None) -> OwnTokenizer:
+def opened(directory: str, student: str | None, name: str = "") -> OwnTokenizer:
     """Return a teacher's tokenizer beside the student's. Tables of large ones take half a minute.
 
-    Both are named by a directory or hub id.
+    Both are named by a directory or hub id. ``name`` is that under which the teacher is served.
     """
     settings = AdapterSettings.from_env()
     assert settings is not None and settings.loss is not None, "a setting of this variable"
@@ -140,6 +148,8 @@ def opened(directory: str, student: str | None) -> OwnTokenizer:
             raise ValueError(f"{SWITCH}: {key} names {name!r}, which has no tokenizer: add it.")
         tokenizers.append(tokenizer)
     teacher, own = tokenizers
+    asks = asks_of(settings, name)
+    teacher = with_template(teacher, asks, f"{PROMPTS_KEY}.{name}")
     if teacher.chat_template is None:
         raise ValueError(
             f"{SWITCH}: {TOKENIZERS_KEY} names {directory!r}, whose tokenizer has no chat template "
@@ -156,7 +166,14 @@ def opened(directory: str, student: str | None) -> OwnTokenizer:
         sizes,
         student_end=next(iter(ends_of_chat(own)), None),
     )
-    return OwnTokenizer(teacher, pair, settings.support_size(), fixed=fixed)
+    return OwnTokenizer(teacher, pair, settings.support_size(), fixed=fixed, asks=asks)
+
+
+def asks_of(settings: AdapterSettings, name: str) -> TeacherPromptConfig:
+    """Return what is its own of the prompts of the teacher that is served by a name."""
+    own = dict((settings.teacher_prompts or {}).get(name, {}))
+    own.pop("tokenizer", None)
+    return TeacherPromptConfig.model_validate(own)
 
 
 async def scored_branch(
@@ -223,8 +240,8 @@ def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any
             if list(branch.token_ids) == list(token_ids):
                 return trace, branch
     raise ValueError(
-        "prime-rl asks a teacher with a tokenizer of its own for tokens of no branch of the "
-        f"rollout, so their messages are unknown. {DOCTOR}"
+        "prime-rl asks a teacher with prompts of its own for tokens of no branch of the rollout, "
+        f"so their messages are unknown. {DOCTOR}"
     )
 
 

@@ -4,14 +4,13 @@ import asyncio
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prime_composer.backends.alignment import tensor_of
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.teachers.mixture import mix
-from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.teachers import Teacher, read_entries
 from prime_composer.upstream.versions.toml_shapes import HEADER
 
@@ -39,14 +38,19 @@ def client_of(url: str, api_key_var: str) -> Any:
 
 
 async def score_by_each(
-    requests: Requests, teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
+    ask: Callable[[Any, str], Awaitable[Scores]],
+    teachers: Sequence[Teacher],
+    token_ids: Sequence[int],
 ) -> Scores:
-    """Ask every teacher for its scores, and return their mixture, from the second token on."""
+    """Return the mixture of the teachers' scores, from the second token on.
+
+    ``ask`` asks a client for those of the model that it serves by a name.
+    """
 
     async def score(teacher: Teacher) -> Scores:
         client = client_of(teacher.url, teacher.api_key_var)
         try:
-            return await requests.score(client, teacher.model, token_ids, k, frozen=True)
+            return await ask(client, teacher.model)
         except InvalidAnswer:
             raise  # it says all
         except Exception as error:

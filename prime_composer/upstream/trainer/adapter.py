@@ -17,6 +17,7 @@ from prime_composer.upstream import launches
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
+    PROMPTS_KEY,
     SECTION,
     SWITCH,
     TOKENIZERS_KEY,
@@ -141,11 +142,12 @@ class Adapter:
             raise ValueError(
                 f'[{section}] asked_by = "trainer" is a setting of the adapter. {START_ADAPTER}'
             )
-        if in_file_too.get(TOKENIZERS_KEY) and not self.whole_run:
-            raise ValueError(
-                f"[{section}] {TOKENIZERS_KEY} is a setting of the adapter, and without it "
-                f"prime-rl would ask the teacher for the student's token ids. {START_ADAPTER}"
-            )
+        for key in (TOKENIZERS_KEY, PROMPTS_KEY):
+            if in_file_too.get(key) and not self.whole_run:
+                raise ValueError(
+                    f"[{section}] {key} is a setting of the adapter, and without it prime-rl "
+                    f"would ask the teacher for the student's token ids. {START_ADAPTER}"
+                )
         if mixed and not self.whole_run:
             raise ValueError(
                 f"[{section}] adapter = true: this run's teachers are mixed or routed by the "
