@@ -202,7 +202,7 @@ def conversation(
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:
     """Return a message of verifiers for a chat template; None where it has more than text."""
-    fields = dict(message.model_dump(mode="json", exclude_none=True))
+    fields = dict(message.model_dump(exclude_none=True))
     content = fields.get("content") or ""
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):

@@ -279,11 +279,12 @@ def test_plain_launcher_refuses_mixed_teachers(trainer, value):
     trainer.setup(**SAMPLED, adapter=False)
 
 
-def test_tokenizers_without_the_adapter_are_refused(trainer):
+@pytest.mark.parametrize("key", ["teacher_tokenizers", "teacher_prompts"])
+def test_what_teachers_read_needs_the_adapter(trainer, key):
     """prime-rl alone would ask the teacher for the student's token ids, without any error."""
-    tokenizers = {"a/teacher": "a/teacher"}
-    with pytest.raises(ValueError, match="teacher_tokenizers .*PRIME_COMPOSER=1 in front"):
-        trainer.setup(**SAMPLED, teacher_tokenizers=tokenizers)
+    own = {"teacher_tokenizers": "a/teacher", "teacher_prompts": {"tokenizer": "a/teacher"}}
+    with pytest.raises(ValueError, match=f"{key} .*PRIME_COMPOSER=1 in front"):
+        trainer.setup(**SAMPLED, **{key: {"a/teacher": own[key]}})
 
 
 def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):

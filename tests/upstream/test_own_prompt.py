@@ -1,0 +1,196 @@
+"""Inside prime-rl: a teacher with the student's tokens that reads prompts of its own."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("numpy")
+pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+pytest.importorskip("openai")
+
+from prime_composer.recipe.schema import RecipeError  # noqa: E402
+from prime_composer.upstream.orchestrator import own_prompt  # noqa: E402
+from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
+from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
+from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
+from tests.scoring.served_rows import Rows, Served  # noqa: E402
+from tests.teachers.own import STUDENT, wrapped  # noqa: E402
+from tests.upstream import test_own_tokenizer as own  # noqa: E402
+from tests.upstream.export_recipes import VERSIONS, export_table  # noqa: E402
+
+switch = own.switch
+student = own.student
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ mark }}{% endif %}"
+)
+PROMPT = {"system": "be kind", "template_args": {"mark": "b"}}
+READ = ["system>be kind\nuser>ab c\nb", "system>be kind\nuser>ab c\nassistant>abcab\nuser>b\nb"]
+
+
+@pytest.fixture
+def tokenizers(tmp_path):
+    """Save one tokenizer with two chat templates; return the folders' parent."""
+    for name, template in (("teacher", TEMPLATE), ("student", own.TEMPLATE)):
+        tokenizer = wrapped(STUDENT)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    own_prompt.prompts_of.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def served(vllm_without_its_libraries):  # noqa: F811
+    """Return the servers of two teachers."""
+    with (
+        Served(Rows(3, len(wrapped(STUDENT)))) as one,
+        Served(Rows(4, len(wrapped(STUDENT)))) as two,
+    ):
+        yield one, two
+
+
+def rows(served, prompt, turn):
+    """Return log q of a turn's tokens behind a text, of the whole vocabulary in float64."""
+    ids = wrapped(STUDENT).encode(prompt, add_special_tokens=False)
+    both = torch.tensor([*ids, *turn])
+    return served.engine.logprobs(both)[len(ids) - 1 : -1]
+
+
+def turns_of(trace):
+    """Return the student's tokens of each turn, and their places in the branch."""
+    places, begin = [], 0
+    for node in trace.nodes:
+        at = [begin + place for place, is_sampled in enumerate(node.mask) if is_sampled]
+        places += [at] if at else []
+        begin += len(node.token_ids)
+    ids = trace.branches[0].token_ids
+    return [([ids[place] for place in at], at) for at in places]
+
+
+def test_each_turn_is_scored_behind_the_teachers_prompt(served, switch, tokenizers, student):
+    """Log q of sampled tokens and support, by the rows behind what the template wrote."""
+    switch(
+        teacher_tokenizers=None,
+        teacher_prompts={"m3": {"tokenizer": str(tokenizers / "teacher"), **PROMPT}},
+    )
+    trace = own.conversation(student, "abcab", "c ab")
+    own.scored(served[0].url, trace)
+    support = own.support_of(trace.sample.support)
+    for (turn, places), prompt in zip(turns_of(trace), READ, strict=True):
+        q = rows(served[0], prompt, turn)
+        sampled = [trace.sample.ref_logprobs[place] for place in places]
+        expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0]
+        assert sampled == pytest.approx(expected.tolist(), abs=1e-4)
+        best = q.topk(own.K)
+        assert support.token_ids[places].tolist() == best.indices.tolist()
+        torch.testing.assert_close(
+            support.teacher_logprobs[places].double(), best.values, atol=1e-4, rtol=0
+        )
+    starts = sorted(request.start for request in served[0].engine.asked)
+    assert {len(student.encode(prompt)) for prompt in READ} <= {*starts}
+
+
+def test_mixture_of_two_prompts_is_that_of_their_rows(served, switch, tokenizers, student):
+    """One teacher reads its own prompt, the other one the student's tokens."""
+    switch(
+        teacher_tokenizers=None,
+        teachers_mixed=True,
+        teacher_prompts={"m3": {"tokenizer": str(tokenizers / "teacher"), **PROMPT}},
+    )
+    trace = own.conversation(student, "abcab")
+    entries = [
+        {"url": f"{one.url}/v1", "model": one.model, "weight": weight}
+        for one, weight in zip(served, (1.0, 3.0), strict=True)
+    ]
+
+    async def run():
+        client = client_of(served[0].url, API_KEY_VAR).with_options(
+            default_headers={HEADER: json.dumps(entries)}
+        )
+        await own.opd(client)(trace)
+        client_of.cache_clear()
+
+    asyncio.run(run())
+    ((turn, places),) = turns_of(trace)
+    q = rows(served[0], READ[0], turn).exp() / 4
+    q += rows(served[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
+    expected = q.log().gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
+    assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
+
+
+def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, student):
+    """prompt_template writes the problem's own question, and not the student's prompt."""
+    switch(
+        teacher_tokenizers=None,
+        teacher_prompts={
+            "m3": {"tokenizer": str(tokenizers / "teacher"), "prompt_template": "c{question}",
+                   "template_args": {"mark": "b"}}
+        },
+    )  # fmt: skip
+    trace = own.conversation(student, "abcab")
+    trace.task = own.types.SimpleNamespace(data=own.types.SimpleNamespace(question="ab"))
+    own.scored(served[0].url, trace)
+    ((turn, places),) = turns_of(trace)
+    q = rows(served[0], "user>cab\nb", turn)
+    expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
+    assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
+    assert served[0].engine.asked[-1].start == len(student.encode("user>cab\nb"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"teacher_prompts": {"m": {"system": "x"}}}, "tokenizer"),
+        ({"teacher_prompts": {"m": {"tokenizer": "d", "sytem": "x"}}}, "sytem"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        AdapterSettings(loss=own.LOSS, **settings)
+
+
+def test_prompts_are_not_asked_by_the_trainer():
+    loss = own.parse_loss(own.LOSS)
+    prompts = {"m": {"tokenizer": "d", "system": "x"}}
+    with pytest.raises(ValueError, match="teacher_prompts.*asked_by"):
+        AdapterSettings(loss=own.LOSS, asked_by="trainer", teacher_prompts=prompts).derived(loss)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_names_the_teachers_prompt(version):
+    """Its tokenizer, and the keys that the recipe sets."""
+    prompt = {"chat_template": True, "system": "x"}
+    table = export_table(version, teacher={"model": "t", "prompt": prompt})
+    assert table["trainer"]["loss"]["kwargs"]["teacher_prompts"] == {
+        "t": {"tokenizer": "t", **prompt}
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_gives_template_args_to_a_named_renderer(version):
+    """Without a name, and where tables of data differ, it is refused by its key."""
+    args = {"template_args": {"enable_thinking": False}}
+    named = {"renderer": {"name": "qwen3"}}
+    table = export_table(version, data=args, rollout=named)
+    assert table["orchestrator"]["renderer"] == {"name": "qwen3", "enable_thinking": False}
+    with pytest.raises(RecipeError, match="template_args.*rollout.renderer"):
+        export_table(version, data=args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"teacher": {"prompt": {"system": "x"}, "asked_by": "trainer"}}, "prompt.*asked_by"),
+        ({"teacher": {"prompt": {"system": "x"}},
+          "loss": {"type": "generalized_jsd", "k": "full", "normalization": "full"}},
+         'teacher.prompt.*k = "full"'),
+    ],
+)  # fmt: skip
+def test_export_of_a_prompt_that_the_trainer_would_ask_is_refused(changes, words):
+    with pytest.raises(RecipeError, match=words):
+        export_table("head", **changes)
