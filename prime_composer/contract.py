@@ -31,8 +31,7 @@ of the id. Unlike -inf it can be subtracted from itself: each divergence and eac
 term 0.
 """
 
-SIGN_BIT = -(2**31)
-"""Of an id in int32."""
+SIGN_BIT = -(2**31)  # Of an id in int32
 
 
 class InvalidAnswer(ValueError):
@@ -45,26 +44,16 @@ class Logits:
 
         z = scale * cap(hidden weight^T + bias),    cap(x) = softcap * tanh(x / softcap)
 
-    The order is that of vLLM's LogitsProcessor.
-
-    Attributes:
-        hidden: final hidden states (after the last norm), [n, d].
-        weight: the head's weight, [V, d], of the same dtype. A teacher's may be on another device,
-            from which each pass copies it chunk by chunk.
-        bias: the head's bias, [V]. None without one.
-        softcap: bound of the logits (Gemma 2). None without one.
-        scale: factor of the logits (Cohere's ``logit_scale``, one over Granite's
-            ``logits_scaling``).
-        rounded_to: dtype to which the head's products are rounded before all else. None keeps the
-            float32 sums. The gradient passes the rounding unchanged.
+    The order is that of vLLM's LogitsProcessor. A teacher's weight may be on another device, from
+    which each pass copies it chunk by chunk. The gradient passes the rounding unchanged.
     """
 
-    hidden: Float[Tensor, "n d"]
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None = None
-    softcap: float | None = None
-    scale: float = 1.0
-    rounded_to: torch.dtype | None = None
+    hidden: Float[Tensor, "n d"]  # final hidden states (after the last norm), [n, d]
+    weight: Float[Tensor, "v d"]  # the head's weight, [V, d], of the same dtype
+    bias: Float[Tensor, " v"] | None = None  # the head's bias, [V]
+    softcap: float | None = None  # bound of the logits (Gemma 2)
+    scale: float = 1.0  # Cohere's ``logit_scale``, one over Granite's ``logits_scaling``
+    rounded_to: torch.dtype | None = None  # of the products, before all else; None: float32 sums
 
     @property
     def size(self) -> int:
@@ -91,23 +80,17 @@ class TwoHeads:
     is at least 1e-7: a side without such rows has mass 0 there, and a KL would be infinite. Whether
     two vocabularies are the same is for the caller to check.
 
-    Attributes:
-        student: the student's logits, with the gradient.
-        teachers: one or more.
-        teacher_weights: weight of each teacher in q = sum_i w_i q_i, [n, teachers]. Rows add up to
-            1. A teacher of weight 0 may hold anything there, and costs nothing. None with one
-            teacher.
-        temperature: divides the logits of both sides. No factor T^2 compensates it.
-        mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
-            results are 0, and so are their gradients. Only the rows of the mask are computed, which
-            needs their number on the host. None means all rows.
+    The mixture is q = sum_i w_i q_i, with ``teacher_weights`` w, [n, teachers]. A teacher of weight
+    0 may hold anything there, and costs nothing. Rows outside the mask may hold anything, NaN
+    included: their results are 0, and so are their gradients. Only the mask's rows are computed,
+    which needs their number on the host.
     """
 
-    student: Logits
-    teachers: tuple[Logits, ...]
-    teacher_weights: Float[Tensor, "n k"] | None = None
-    temperature: float = 1.0
-    mask: Bool[Tensor, " n"] | None = None
+    student: Logits  # with the gradient
+    teachers: tuple[Logits, ...]  # one or more
+    teacher_weights: Float[Tensor, "n k"] | None = None  # rows add up to 1; None: one teacher
+    temperature: float = 1.0  # divides the logits of both sides. No factor T^2 compensates it.
+    mask: Bool[Tensor, " n"] | None = None  # True at the rows that count, [n]; None: all rows
 
     @property
     def sides(self) -> tuple[Logits, ...]:
@@ -134,26 +117,18 @@ class TwoHeads:
 class TeacherHead:
     """A teacher's output head.
 
-    Attributes:
-        weight: [V, d].
-        bias: [V], of finite numbers; None without one.
-        scale: factor of the logits.
-        softcap: bound of the logits; None for none.
-        tolerance: how far log q of a sampled token, computed from hidden state and head, may be
-            from the teacher's own number, in nats. None: the numbers are not compared, since both
-            come from one model in this process.
-        origin: the teacher in words, for messages.
-        rounded_to: dtype to which the teacher itself rounds the products; None where it keeps their
-            float32 sums.
+    Log q of a sampled token, computed from hidden state and head, may be ``tolerance`` nats from
+    the teacher's own number. None: they are not compared, since one model in this process gave
+    both.
     """
 
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None = None
-    scale: float = 1.0
-    softcap: float | None = None
+    weight: Float[Tensor, "v d"]  # [V, d]
+    bias: Float[Tensor, " v"] | None = None  # [V], of finite numbers
+    scale: float = 1.0  # factor of the logits
+    softcap: float | None = None  # bound of the logits
     tolerance: float | None = None
-    origin: str = "The teacher"
-    rounded_to: torch.dtype | None = None
+    origin: str = "The teacher"  # in words, for messages
+    rounded_to: torch.dtype | None = None  # as in ``Logits``, by the teacher itself
 
     def __post_init__(self) -> None:
         """Refuse a bias that is not finite, which every road to a teacher's head passes.
@@ -185,18 +160,14 @@ class TeacherHead:
 class HiddenStates:
     """The last hidden states of one teacher for one sequence, after the final norm.
 
-    Attributes:
-        states: row i predicts the token of row i of the scores, [n, d], on the CPU.
-        head: turns them into logits. One object for all answers of a teacher.
-        weight: the teacher's share in a mixture.
-        ref_logprobs: the teacher's own log q of the sampled tokens, [n], which states and head are
-            compared with. None where head and states are of one model in this process.
+    ``ref_logprobs`` are compared with states and head. None where one model in this process gave
+    these.
     """
 
-    states: Float[Tensor, "n d"]
-    head: TeacherHead
-    weight: float = 1.0
-    ref_logprobs: Float[Tensor, " n"] | None = None
+    states: Float[Tensor, "n d"]  # row i predicts the token of row i of the scores; on the CPU
+    head: TeacherHead  # turns them into logits; one object for all answers of a teacher
+    weight: float = 1.0  # the teacher's share in a mixture
+    ref_logprobs: Float[Tensor, " n"] | None = None  # its own log q of the sampled tokens, [n]
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,13 +270,7 @@ class Scores:
     def of_bytes(
         cls, content: bytes | Int[Tensor, "..."], ref_logprobs: Float[Tensor, " n"], start: int = 0
     ) -> "Scores":
-        """Return the scores whose support is ``to_bytes``, without hidden states.
-
-        Args:
-            content: the bytes, or a tensor of int32 that has them.
-            ref_logprobs: log q of the sampled token, [n].
-            start: position of the first row's token.
-        """
+        """Return the scores of ``to_bytes``, or of these bytes as int32, without hidden states."""
         if isinstance(content, bytes):
             content = torch.frombuffer(bytearray(content), dtype=torch.int32)
         n = len(ref_logprobs)
@@ -386,13 +351,12 @@ class Support:
 
 
 class SampledText(NamedTuple):
-    """All tokens of some sequences, [n], and which ones were sampled. ``places`` has the index of
-    each token of the inputs among them, [seq]."""
+    """All tokens of some sequences."""
 
     token_ids: Int[Tensor, " n"]
-    mask: Bool[Tensor, " n"]
+    mask: Bool[Tensor, " n"]  # which ones were sampled
     segment_ids: Int[Tensor, " n"] | None
-    places: Int[Tensor, " seq"]
+    places: Int[Tensor, " seq"]  # the index of each token of the inputs among them
 
 
 @dataclass(eq=False)
@@ -484,12 +448,10 @@ class _Metric(Tensor):
 class Mean(_Metric):
     """Metric that is a mean over some things, such as the tokens that a modifier has left.
 
-    Args:
-        value: the mean, 0 where there are none.
-        count: their number, 0-dim. None: all tokens of the micro-batch.
+    The mean is 0 where there are none.
     """
 
-    count: Tensor | None
+    count: Tensor | None  # their number, 0-dim. None: all tokens of the micro-batch.
 
     def __init__(self, value: Tensor, count: Tensor | None = None):
         self.count = None if count is None else count.detach()

@@ -45,11 +45,9 @@ from prime_composer.teachers.responses import Asked, joined, read_binary, read_j
 
 T = TypeVar("T")
 
-GREETING_BYTES = 2**20
-"""More than any plugin says of itself. Another server's page of this size says that it is none."""
+GREETING_BYTES = 2**20  # More than any plugin says of itself. A larger page is of another server.
 
-LOST = (404, 405)
-"""Statuses of a server that had the plugin's route and has it no more."""
+LOST = (404, 405)  # Statuses of a server that had the plugin's route and has it no more
 
 
 @runtime_checkable
@@ -100,19 +98,12 @@ class Transport(Protocol):
 
 @dataclass
 class Known:
-    """What is known of a server's scoring plugin.
+    """What is known of a server's scoring plugin."""
 
-    Attributes:
-        facts: what it last said of itself; None where the server has none.
-        first: what it said at first, which later responses have to agree with.
-        was_asked: whether the server was asked.
-        fingerprints: of all its scores; None among them for those that have none.
-    """
-
-    facts: Facts | None = None
-    first: Facts | None = None
-    was_asked: bool = False
-    fingerprints: set[str | None] = field(default_factory=set)
+    facts: Facts | None = None  # what it last said of itself; None where the server has none
+    first: Facts | None = None  # what it said at first, which later responses have to agree with
+    was_asked: bool = False  # whether the server was asked
+    fingerprints: set[str | None] = field(default_factory=set)  # None: of scores without one
 
     @property
     def vocab_size(self) -> int | None:
@@ -134,18 +125,9 @@ def kind_of(by_student: bool) -> SupportKind:
 
 
 class TeacherClient:
-    """Asks one served teacher for scores.
+    """Asks one served teacher for scores. Clients of one server may share what is ``known``."""
 
-    Args:
-        transport: sends the requests.
-        model: the name that the server knows its model by.
-        known: of its plugin. Clients of one server may share it.
-
-    Attributes:
-        version: of the plugin. A server of another one is refused.
-    """
-
-    version = VERSION
+    version = VERSION  # of the plugin; a server of another one is refused
 
     def __init__(self, transport: Transport, model: str, known: Known | None = None):
         self.known = known or Known()
@@ -158,12 +140,7 @@ class TeacherClient:
         return self.known.facts
 
     async def discover(self) -> None:
-        """Ask whether the server has the plugin.
-
-        Raises:
-            Exception: the transport's error. The plugin is of another version, or serves another
-                model than before; or the server refuses an API key.
-        """
+        """Ask whether the server has the plugin. Errors are the transport's."""
         score_request = msgspec.to_builtins(ScoreRequest(VERSION, [], model=self._model))
         found = None
         try:
@@ -221,21 +198,11 @@ class TeacherClient:
         head: TeacherHead | None = None,
         binary: bool = True,
     ) -> Scores:
-        """Return the scores of one sequence.
+        """Return the scores of one sequence, with hidden states where there is a ``head``.
 
-        Args:
-            sequence: what to score.
-            candidates: ids to score instead of the teacher's own top K. They need the plugin.
-            k: K; 0 for the sampled token only.
-            head: the teacher's output head, for hidden states too. They need the plugin, and are
-                in the teacher's dtype.
-            binary: use the plugin where the server has it.
-
-        Raises:
-            InvalidAnswer: a response that no model can have given, or hidden states of another
-                shape or dtype, or not finite.
-            Exception: the transport's error. The server is gone, refuses, has no plugin where one
-                is needed, or serves another model.
+        ``candidates`` stand for the teacher's own top K. They and hidden states, which are in the
+        teacher's dtype, need the plugin. K = 0 is the sampled token alone. ``InvalidAnswer`` is
+        raised where no model can have given a response; other errors are the transport's.
         """
         kind = kind_of(candidates is not None)
         self.check_can(kind, head is not None, binary=binary)

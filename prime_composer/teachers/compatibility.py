@@ -10,22 +10,19 @@ from prime_composer.contract import Scores
 from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
 
-PROBES = (
+PROBES = (  # Numbers, white space, byte-level characters: where tokenizers of one family differ
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
     "  def f(x):\n\treturn {'a': [x, -1e-5]}  # ok",
     "Größe, naïve, 東京, Привет, 👍🏽",
 )
-"""Numbers, white space and byte-level characters: where tokenizers of one family differ."""
 
 
-SAMPLED_IDS = 256
-"""Ids of the vocabulary that a teacher's server is asked to write as text."""
+SAMPLED_IDS = 256  # Ids of the vocabulary that a teacher's server is asked to write as text
 
 
-COMPARE_TEXT = (
+COMPARE_TEXT = (  # What to do with a teacher that has another tokenizer
     'set tokenizer = "own" in its table, to compare probabilities of the student\'s own tokens'
 )
-"""What to do with a teacher that has another tokenizer."""
 
 
 class PreflightError(ValueError):
@@ -178,10 +175,7 @@ def special_tokens(tokenizer: Any) -> list[str]:
 def check_vocabularies(
     vocab_size: int, limits: Limits, tokens: int, support_size: int | Literal["full"]
 ) -> list[str]:
-    """Compare head sizes with the tokenizer and each other, and K with both heads' limits.
-
-    ``tokens`` are those of the tokenizer. The result warns of heads that differ in padding.
-    """
+    """Compare head sizes with ``tokens``, each other and K; return warnings of their padding."""
     teacher_size = limits.vocab_size
     if tokens > vocab_size:
         raise PreflightError(
@@ -242,11 +236,7 @@ def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
 
 
 def check_ids(scores: Scores, vocab_size: int) -> None:
-    """Check that the ids of a teacher's support are the student's, or padding beyond them.
-
-    That the scores are log-probs of distinct ids of the teacher's own head is checked where they
-    are made (``backends.answers``).
-    """
+    """Check that the ids of a teacher's support are the student's, or padding beyond them."""
     alien = alien_id(scores, vocab_size)
     if alien is not None:
         raise PreflightError(
@@ -257,8 +247,7 @@ def check_ids(scores: Scores, vocab_size: int) -> None:
 
 
 def alien_id(scores: Scores, vocab_size: int) -> int | None:
-    """Return an id of a teacher's support that a student's head of this size cannot lack as
-    padding; None without one."""
+    """Return an id of a support that a head of this size cannot lack as padding; None for none."""
     ids = scores.token_ids if scores.known is None else scores.token_ids[scores.known]
     if not ids.numel():
         return None

@@ -22,11 +22,9 @@ The sums are the same up to their order. In half precision each logit is rounded
 order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
 """
 
-HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")
-"""How the names of a checkpoint's output head end."""
+HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")  # How names of a head end
 
-MOST_HEAD_ENTRIES = 2**33
-"""More than any model has."""
+MOST_HEAD_ENTRIES = 2**33  # More than any model has
 
 
 @dataclass(frozen=True)

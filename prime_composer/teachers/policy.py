@@ -22,19 +22,13 @@ from prime_composer.teachers.transformers import TransformersScorer
 
 
 class PolicyTeacher:
-    """A hint-conditioned teacher with the policy's weights, their moving average, a copy, or those
-    of the policy without its adapter.
+    """A teacher that reads a hint, with the policy's weights, their moving average, or a copy.
 
-    It scores a rollout's own tokens after a prompt that contains a hint.
+    ``update = "live"`` scores with the very model that trains, and ``"base"`` with it as it is
+    without its adapter.
 
     Sources: SDPO, https://arxiv.org/abs/2601.20802 (sibling or feedback, EMA); OPSD,
     https://arxiv.org/abs/2601.18734 (reference solution); SDFT, https://arxiv.org/abs/2601.19897.
-
-    Args:
-        config: the recipe's ``[teacher.policy]``.
-        sources: the data of each environment, which says how its prompts are written.
-        model: the student that trains. ``update = "live"`` scores with this very model.
-        tokenizer: the student's.
     """
 
     def __init__(
@@ -52,13 +46,7 @@ class PolicyTeacher:
         self.model = fixed.get(config.update, frozen_copy)(model)
 
     def prompt(self, problem: Problem, hint: str, attempt: str = "") -> list[int]:
-        """Return the teacher's prompt as token ids.
-
-        Args:
-            problem: the rollout's problem.
-            hint: replaces ``{hint}`` in the template.
-            attempt: the student's own answer, which replaces ``{attempt}``.
-        """
+        """Return the teacher's prompt as token ids; ``attempt`` is the student's own answer."""
         values = {"{hint}": hint, "{attempt}": attempt, "{question}": problem.question}
         # One pass, so that braces inside the values stay as they are.
         placeholder = "|".join(map(re.escape, values))
@@ -99,13 +87,7 @@ class PolicyTeacher:
     ) -> list[Scores]:
         """Return the hint-conditioned policy's scores of the rollouts' own tokens.
 
-        Args:
-            rollouts: what to score.
-            prompts: token ids that the teacher reads instead of each rollout's own prompt.
-            support_size: K.
-            chosen_by_student: use the K most probable ids of the policy without the hint, instead
-                of the teacher's.
-            hidden: return hidden states too, with the policy's head.
+        ``chosen_by_student`` takes the K most probable ids of the policy without the hint.
         """
         candidates = None
         if chosen_by_student:
@@ -156,11 +138,7 @@ def students_choice(
 ) -> list[Int[Tensor, "_ _k"]]:
     """Return the student's K most probable ids at each token of each rollout, [n, K].
 
-    Args:
-        student: the student.
-        rollouts: what it sampled.
-        support_size: K.
-        vocab_size: entries of the shared vocabulary, whose ids are chosen from; None for all.
+    ``vocab_size`` has the entries of the shared vocabulary, whose ids are chosen from; None: all.
     """
     scorer = TransformersScorer(student)
     size = scorer.limits.vocab_size

@@ -25,8 +25,7 @@ from prime_composer.scoring.wire import (
     unpack_arrays,
 )
 
-CHECKED_ROWS = 1024
-"""Rows of hidden states that are looked through at once."""
+CHECKED_ROWS = 1024  # Rows of hidden states that are looked through at once
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,7 @@ class Asked:
 
 
 def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
-    """Return the scores in a response of vLLM in JSON, checked.
-
-    Args:
-        content: of ``/inference/v1/generate`` or ``/v1/completions``.
-        sequence: what was asked for.
-        k: size of the support, 0 for none.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: the content is something else, does not fit the tokens or K, or its numbers
-            are no log-probs.
-    """
+    """Return the scores in vLLM's JSON, of either of its routes, checked. K = 0: no support."""
     rows, asked = read_answer(bytes(content), origin), asked_for(k)
     scores = top_k_of(sequence.token_ids, rows, asked, origin, sequence.start)
     return checked(scores, sequence, k=asked, origin=origin).top(k)

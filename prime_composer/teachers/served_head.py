@@ -31,11 +31,9 @@ from prime_composer.teachers.output_head import (
     read_head,
 )
 
-UNFINISHED = "unfinished_"
-"""How the names of folders begin in which a head is written."""
+UNFINISHED = "unfinished_"  # How the names of folders begin in which a head is written
 
-HEAD_ROWS = 4096
-"""Rows of the output head per request."""
+HEAD_ROWS = 4096  # Rows of the output head per request
 
 
 class ServedHead:

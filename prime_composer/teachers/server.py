@@ -29,11 +29,8 @@ T = TypeVar("T")
 class ServerScorer(Server):
     """Teacher scores of a running vLLM server (``protocols.Scorer``); see ``Server``.
 
-    Args:
-        heads: folder where output heads are kept, by their hash. None: nowhere.
-        head: folder of a checkpoint whose output head is read instead of the server's. It has to be
-            the same.
-        eos_token_ids: ids that end what ``sampler`` writes; None: the server's own EOS.
+    Output heads are kept in the folder ``heads``, by their hash; None: nowhere. That of the
+    checkpoint in ``head`` is read instead of the server's, and has to be the same.
     """
 
     _head: TeacherHead | None
@@ -156,10 +153,7 @@ class ServerScorer(Server):
 
     @property
     def client(self) -> TeacherClient:
-        """The client, which knows whether the server has the scoring plugin.
-
-        A server that was lost meanwhile is asked again.
-        """
+        """The client, which has asked for the plugin, and asks a server that was lost again."""
         if self._connection.outages != self._asked_at:
             self._connection.run(self._client.discover())
             self._asked_at = self._connection.outages

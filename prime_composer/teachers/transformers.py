@@ -30,25 +30,16 @@ from prime_composer.lm_head import head_logits, selected_logprobs
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.scoring.kinds import largest
 
-LOGITS_BUDGET = 2**25
-"""Entries of the largest logits tensor that the scorer makes at once, 128 MiB in float32."""
+LOGITS_BUDGET = 2**25  # Entries of the largest logits tensor at once, 128 MiB in float32
 
 
 class TransformersScorer(LoadedModel):
     """Teacher scores of a transformers model (``protocols.Scorer``), for machines without vLLM.
 
-    Args:
-        model: a directory, a hub id, or a model. A model is read live: with the student itself, the
-            scores are those of the current policy (self-distillation).
-        dtype: of weights and activations, where the model is loaded here.
-        device: None is the GPU where there is one.
-        max_model_len: longest sequence; None reads the model's limit.
-        batch_tokens: tokens that go through the model at once, including padding.
-        source: directory or hub id that the weights of a model in memory stay those of; None where
-            they move.
-
-    Raises:
-        ValueError: the model cannot be loaded, or its logits are not a plain product with its head.
+    A model in memory is read live: with the student itself, the scores are those of the current
+    policy (self-distillation). ``source`` is the directory or hub id that its weights stay those
+    of; None where they move. ``batch_tokens`` go through at once, including padding. None as
+    ``device`` is the GPU where there is one, and as ``max_model_len`` the model's own limit.
     """
 
     def __init__(

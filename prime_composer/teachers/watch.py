@@ -18,53 +18,36 @@ from torch import Tensor
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 
-COMPARED_IDS = 64
-"""Largest number of ids per position that are compared, the most probable ones."""
+COMPARED_IDS = 64  # Most ids per position that are compared, the most probable ones
 
-LOWEST = -1000.0
-"""What a log-prob counts as at least."""
+LOWEST = -1000.0  # What a log-prob counts as at least
 
-ASKED_EVERY = 256
-"""Sequences that a teacher inside prime-rl scores between two known requests, at most."""
+ASKED_EVERY = 256  # Most sequences between two known requests inside prime-rl
 
-KNOWN_TOKENS = range(16, 65)
-"""Tokens of that request: the beginning of the first sequence that is long enough."""
+KNOWN_TOKENS = range(16, 65)  # Of that request: the beginning of the first long enough sequence
 
-HALF_PRECISION = 0.5
-"""Nats by which half precision may move a log-prob."""
+HALF_PRECISION = 0.5  # Nats by which half precision may move a log-prob
 
 SHARE_APART = 0.1
 """Share of the positions that may be further apart in two responses of a right server inside
-prime-rl. A model with experts may choose others at a position, where other requests are in its
-batch."""
+prime-rl. A model with experts may choose others, where other requests are in its batch."""
 
 
 @dataclass
 class KnownRequest:
-    """A request to a teacher whose weights never change, and its first scores.
-
-    Attributes:
-        rollout: what was scored.
-        scores: the first ones, with which later ones are compared.
-        limit: nats by which a log-prob may differ.
-        share: share of the positions that may differ by more.
-        sign: what named the server's start when it last gave these scores; None where nothing does.
-        scored: sequences that the teacher has scored since it was due.
-    """
+    """A request to a teacher whose weights never change, and its first scores."""
 
     rollout: Rollout
-    scores: Scores
-    limit: float = HALF_PRECISION
-    share: float = 0.0
-    sign: Hashable = None
-    scored: int = 0
+    scores: Scores  # the first ones, with which later ones are compared
+    limit: float = HALF_PRECISION  # nats by which a log-prob may differ
+    share: float = 0.0  # of the positions that may differ by more
+    sign: Hashable = None  # what named the server's start when it last gave these; None: nothing
+    scored: int = 0  # sequences that the teacher has scored since it was due
 
     def is_due(self, sign: Hashable, scored: int = 0) -> bool:
         """Return whether to send it: the server may be another one, or has scored a lot since.
 
-        Args:
-            sign: what names the server's start now.
-            scored: sequences that the teacher has scored since the last call.
+        ``scored`` are sequences since the last call.
         """
         self.scored += scored
         due = sign is None or sign != self.sign or self.scored >= ASKED_EVERY
@@ -75,9 +58,7 @@ class KnownRequest:
     def change(self, again: Scores, sign: Hashable) -> str:
         """Say how later scores differ from the first ones; empty where they are right.
 
-        Args:
-            again: scores of the same request.
-            sign: what named the server's start before it was asked.
+        ``sign`` is what named the server's start before it was asked.
         """
         apart = differences(self.scores, again)
         # A NaN is beyond every limit.
@@ -93,12 +74,7 @@ class KnownRequest:
 
 
 def known_rollout(token_ids: Tensor, start: int) -> Rollout:
-    """Return the rollout of a known request.
-
-    Args:
-        token_ids: the sequence.
-        start: index of its first scored token.
-    """
+    """Return the rollout of a known request, whose tokens from ``start`` on are scored."""
     return Rollout.not_sampled(token_ids, start, "length")
 
 

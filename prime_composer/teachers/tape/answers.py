@@ -22,11 +22,9 @@ from prime_composer.teachers.tape.store import Note, Record
 from prime_composer.teachers.watch import known_rollout
 
 TOP_K, CHOSEN = "top K", "chosen ids"
-KNOWN, HEAD, TEXT = "known request", "output head", "sampled answer"
-"""The kinds of answers, in words."""
+KNOWN, HEAD, TEXT = "known request", "output head", "sampled answer"  # The kinds, in words
 
-HEAD_KEY, KNOWN_KEY = "head", "known"
-"""Keys of what a tape has once."""
+HEAD_KEY, KNOWN_KEY = "head", "known"  # Of what a tape has once
 
 
 def digest(*parts: bytes) -> str:
@@ -84,10 +82,7 @@ def question(
 
 
 def text_key(prompt: Sequence[int], params: SamplingParams, *of_call: bytes) -> str:
-    """Return the key of the answers that are sampled to a prompt.
-
-    ``of_call`` is what else they depend on.
-    """
+    """Return the key of what is sampled to a prompt; ``of_call``: what else it depends on."""
     return digest(TEXT.encode(), ids_as_bytes(prompt), repr(params).encode(), *of_call)
 
 
@@ -115,11 +110,7 @@ def _tensors_of(scores: Scores) -> dict[str, Tensor]:
 
 
 def scores_of_bytes(content: bytes, start: int, head: TeacherHead | None) -> Scores:
-    """Return scores of what ``scores_as_bytes`` returned.
-
-    ``start`` is the position of the first row's token. Without the teacher's ``head`` hidden states
-    are left out.
-    """
+    """Return scores of what ``scores_as_bytes`` returned; without a head no hidden states."""
     return _scores_of(load(content), start, head)
 
 

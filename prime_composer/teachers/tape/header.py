@@ -9,13 +9,11 @@ from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.teachers.tape.store import TapeError
 
-FORMAT = 1
-"""Raise it when answers of the same key are others."""
+FORMAT = 1  # Raise it when answers of the same key are others.
 
 Header = Mapping[str, Any]
 
-SAME = ("format", "tokenizer", "student_tokenizer", "teacher_tokenizer")
-"""What has to be the same, also where no teacher is open."""
+SAME = ("format", "tokenizer", "student_tokenizer", "teacher_tokenizer")  # Also without a teacher
 
 SAME_TEACHER = ("dtype", "backend", "vocab_size", "server_max_model_len", "any_ids")
 """What has to be the same where one is. A run of the tape alone asks what its writers asked, and a
@@ -29,10 +27,7 @@ def header_of(
     student_tokenizer: str,
     teacher_tokenizer: str | None,
 ) -> dict[str, Any]:
-    """Return what a tape says of an open teacher, with hashes of tokenizers.
-
-    ``teacher_tokenizer`` is that of the teacher's own; None where it has the student's.
-    """
+    """Return what a tape says of an open teacher. Tokenizers are hashes; None: the student's."""
     served = getattr(scorer, "dtype", None)
     limits = scorer.limits
     return {

@@ -10,8 +10,7 @@ from prime_composer.teachers.tape.scorer import TapedScorer
 from prime_composer.teachers.tape.store import Store
 from prime_composer.teachers.tokenizer_pair import ends_of
 
-Tell = Callable[[str], None]
-"""Shows a text to the user."""
+Tell = Callable[[str], None]  # Shows a text to the user
 
 
 def with_tape(
@@ -53,11 +52,7 @@ def tape_alone(
     tell: Tell,
     ends: Sequence[int] | None = None,
 ) -> TapedScorer:
-    """Return a tape that answers in the place of its teacher, which is not opened.
-
-    ``context`` is the longest sequence of the run, and ``ends`` are ids that would end what the
-    teacher samples.
-    """
+    """Return a tape that answers in the place of its teacher, which is not opened."""
     assert config.tape is not None
     store = Store(config.tape, tell, limit=0)
     header = store.header() or {}

@@ -41,19 +41,14 @@ from prime_composer.teachers.watch import (
     starts_of,
 )
 
-S = TypeVar("S")
-"""What scores: a ``Scorer``, or the parts of one that are asked for."""
+S = TypeVar("S")  # What scores: a ``Scorer``, or the parts of one that are asked for
 
 
-ONCE = "run it once with its teacher (tape_only = false)"
-"""How a tape gets what it lacks."""
+ONCE = "run it once with its teacher (tape_only = false)"  # How a tape gets what it lacks
 
 
 class NotOnTape(TapeError):
-    """No teacher is open, and its tape lacks an answer, ``what``. The ``remedy`` is how to get it.
-
-    ``index`` is that of the rollout or prompt that was asked about, in its call.
-    """
+    """No teacher is open, and its tape lacks an answer, to the rollout or prompt at ``index``."""
 
     def __init__(self, what: str, index: int, remedy: str):
         super().__init__(f"{what}; {remedy}")
@@ -64,10 +59,8 @@ class TapedScorer:
     """Scores of a teacher, each of which is kept on a tape (``protocols.Scorer``).
 
     An answer with K ids has the answers with fewer ids in it, and one with hidden states has the
-    one without. Ids of the caller's choice are part of what is asked.
-
-    Args:
-        limit: nats by which two of its answers to one request may differ.
+    one without. Ids of the caller's choice are part of what is asked. Two of its answers to one
+    request may differ by ``limit`` nats.
     """
 
     def __init__(

@@ -84,27 +84,19 @@ class Place(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What follows the last whole frame of a file: its bytes, and whether a writer's end explains
-    them. Otherwise the file is damaged there."""
+    """What follows the last whole frame of a file."""
 
-    size: int
-    is_torn: bool
+    size: int  # its bytes
+    is_torn: bool  # whether a writer's end explains it; otherwise the file is damaged there
 
 
 class Part(NamedTuple):
-    """A part of a file.
+    """A part of a file."""
 
-    Attributes:
-        places: the answers before its last mark.
-        end: where that mark ends.
-        unmarked: the answers behind it.
-        rest: what follows these.
-    """
-
-    places: list[Place]
-    end: int
-    unmarked: list[Place]
-    rest: Rest
+    places: list[Place]  # the answers before its last mark
+    end: int  # where that mark ends
+    unmarked: list[Place]  # the answers behind it
+    rest: Rest  # what follows these
 
 
 def read_frames(path: Path, start: int = 0) -> Part:
@@ -165,11 +157,7 @@ def _crc(index: bytes, body_size: int) -> int:
 class Store:
     """The answers of a folder, which other processes may add to at the same time.
 
-    Args:
-        limit: most bytes of all files together; None for no limit. 0: nothing is written.
-
-    Attributes:
-        is_unmarked: some of what was kept has no mark behind it.
+    All files together have at most ``limit`` bytes; None: any number. 0: nothing is written.
     """
 
     def __init__(self, folder: Path, tell: Callable[[str], None], limit: int | None = None) -> None:
@@ -180,7 +168,7 @@ class Store:
         self._file: Any = None
         self._path: Path | None = None
         self._end = 0
-        self.is_unmarked = False
+        self.is_unmarked = False  # some of what was kept has no mark behind it
         self._is_written = limit != 0
         if self._is_written:
             folder.mkdir(parents=True, exist_ok=True)
@@ -237,10 +225,7 @@ class Store:
         return dict(header)
 
     def get(self, key: str, k: int = 0, hidden: bool = False, exact: bool = False) -> bytes | None:
-        """Return the smallest answer that has what is asked for; None where there is none.
-
-        One whose bytes are damaged is left out, with a warning.
-        """
+        """Return the smallest whole answer that has what is asked for; None where there is none."""
         for place in self._fitting(key, k, hidden, exact):
             content = place.read()
             if content is not None:
@@ -395,29 +380,17 @@ def _frame(records: Iterable[Record]) -> Iterator[bytes]:
 
 
 class Inspection(NamedTuple):
-    """What ``prime-rl tape check`` finds.
-
-    Attributes:
-        header: of the tape.
-        kinds: kind, K and whether there are hidden states -> answers, rows, bytes.
-        torn: bytes that writers left unfinished, by file.
-        unmarked: answers that writers left before they asked their teacher again, by file.
-        damage: a sentence for each damaged answer or file.
-    """
+    """What ``prime-rl tape check`` finds."""
 
     header: dict[str, Any]
-    kinds: dict[tuple[str, int, bool], Counter[str]]
-    torn: dict[Path, int]
-    unmarked: dict[Path, int]
-    damage: list[str]
+    kinds: dict[tuple[str, int, bool], Counter[str]]  # kind, K, hidden -> answers, rows, bytes
+    torn: dict[Path, int]  # bytes that writers left unfinished, by file
+    unmarked: dict[Path, int]  # answers of writers that did not ask their teacher again, by file
+    damage: list[str]  # a sentence for each damaged answer or file
 
 
 def inspect(folder: Path) -> Inspection:
-    """Read every answer of a tape, and compare it with its checksum.
-
-    Raises:
-        TapeError: there is no tape.
-    """
+    """Read every answer of a tape, and compare it with its checksum."""
     store = Store(folder, lambda text: None, limit=0)
     header = store.header()
     assert header is not None
