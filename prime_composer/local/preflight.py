@@ -256,27 +256,26 @@ class Checks:
 
         It has the teacher's mean -log q of the student's answers, as sent and under its template.
         """
-        engine, config = self.engine, Routing.of_recipe(self.recipe).teachers[teacher]
-        if config.prompt is not None or config.tokenizer == "own":
-            return []
-        tokenized, tokenizer = engine.problems, tokenizer_of(engine.teacher_specs[teacher])
+        config, tokenized = Routing.of_recipe(self.recipe).teachers[teacher], self.engine.problems
+        tokenizer = tokenizer_of(self.engine.teacher_specs[teacher])
         plain = [
             problem
             for problem in self._scored_by(teacher)
             if not isinstance(problem, Task)
             and not tokenized.problem_set.config_of(problem).chat_template
-        ]
-        if not plain or getattr(tokenizer, "chat_template", None) is None:
+        ][:COMPARED_PROMPTS]
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if config.prompt is not None or config.tokenizer == "own" or not (plain and has_template):
             return []
-        chats = TeacherPromptConfig(chat_template=True)
         own = TeacherPrompts(
-            tokenized.problem_set, tokenizer, tokenized.prompt, teacher.table, chats
+            *(tokenized.problem_set, tokenizer, tokenized.prompt, teacher.table),
+            TeacherPromptConfig(chat_template=True),
         )
-        asked = plain[:COMPARED_PROMPTS]
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, self.recipe.rollout.max_tokens))
-        rollouts = engine.sampler.generate([*map(tokenized.prompt, asked)], params, seed=0)
-        under_own = [behind(rollout, own.of(asked[rollout.prompt_index])) for rollout in rollouts]
-        sent, chat = (mean_nats(live.score(those, 0)) for those in (rollouts, under_own))
+        rollouts = self.engine.sampler.generate([*map(tokenized.prompt, plain)], params, seed=0)
+        sent, chat = (
+            mean_nats(scorer.score(rollouts, 0)) for scorer in (live, OwnPromptScorer(live, own))
+        )
         return [
             f"The {teacher.display}'s tokenizer has a chat template, and it is sent plain prompts: "
             f"its mean -log q of the student's first {FIRST_TOKENS} tokens is {sent[0]:.2f} nat, "

@@ -260,9 +260,10 @@ def mix(
         scores[0].start,
         scored=_scored_by_all(scores),
     )
+    scored = slice(None) if mixed.scored is None else mixed.scored
     check_scores(
-        mixed,
-        token_ids,
+        mixed.rows(scored),
+        token_ids[scored],
         k=ids.shape[1],
         vocab_size=None,
         origin="The mixture of teachers",

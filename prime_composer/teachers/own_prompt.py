@@ -7,9 +7,8 @@ server, a tape. Of a conversation it reads each answer behind its own prompt of 
 
 import copy
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
-from prime_composer.contract import HiddenStates, Scores, given
+from prime_composer.contract import HiddenStates, Scores
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import render_messages, render_prompt
@@ -28,55 +27,38 @@ from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.watch import starts_of
 
-PLAIN = TeacherPromptConfig()
-"""Nothing of a prompt is the teacher's own, but its tokenizer."""
+PLAIN = TeacherPromptConfig()  # Nothing of a prompt is the teacher's own, but its tokenizer
 
 
 class ConversationPrompts:
-    """The prompts of conversations, in a teacher's tokens.
-
-    Args:
-        tokenizer: the teacher's, with the chat template of ``asks``.
-        asks: what of the prompts is the teacher's own.
-        table: for messages.
-    """
+    """The prompts of conversations, in the tokens of a teacher whose tokenizer has its template."""
 
     def __init__(self, tokenizer: Any, asks: TeacherPromptConfig, table: str):
         self.tokenizer, self._asks, self._table = tokenizer, asks, table
-        if asks.chat_template is not False:
-            self._check_template()
+        if self._chats and getattr(tokenizer, "chat_template", None) is None:
+            raise PreflightError(
+                f"[{table}.prompt] goes through a chat template, and the teacher's tokenizer has "
+                f"none, or is not on this machine: name its directory or hub id in {table}.model, "
+                "or a file with a template in chat_template."
+            )
         self.of_conversation = cache(self._rendered_conversation)
 
-    def _check_template(self) -> None:
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise PreflightError(
-                f"[{self._table}.prompt] goes through a chat template, and the teacher's tokenizer "
-                "has none, or is not on this machine: name its directory or hub id in "
-                f"{self._table}.model, or a file with a template in chat_template."
-            )
+    @property
+    def _chats(self) -> bool:
+        return self._asks.chat_template is not False
 
     def _rendered_conversation(self, asked: str) -> list[int]:
         """Return the prompt of what ``conversation`` has written."""
-        try:
+        with _naming(self._table):
             return prompt_of_messages(
                 **json.loads(asked), asks=self._asks, tokenizer=self.tokenizer
             )
-        except ValueError as error:
-            raise PreflightError(f"[{self._table}.prompt] {error}") from None
 
 
 class TeacherPrompts(ConversationPrompts):
     """The prompts of a recipe's problems, in the teacher's tokens.
 
     Called with the student's token ids of a prompt, it returns the teacher's.
-
-    Args:
-        tokenizer: the teacher's.
-        student_prompt: returns the student's prompt of a problem.
-        asks: what of the prompts is the teacher's own.
-
-    Raises:
-        PreflightError: a chat template is needed, and there is none.
     """
 
     def __init__(
@@ -94,9 +76,9 @@ class TeacherPrompts(ConversationPrompts):
         # A problem is asked in many steps.
         self.of = cache(self._rendered)
 
-    def _check_template(self) -> None:
-        if any(data.chat_template for data in self._sources.values()):
-            super()._check_template()
+    @property
+    def _chats(self) -> bool:
+        return any(data.chat_template for data in self._sources.values())
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         """Return the teacher's prompt of the problem whose prompt this is."""
@@ -131,10 +113,17 @@ class TeacherPrompts(ConversationPrompts):
         messages = getattr(problem, "messages", None)  # of a task of an environment by id
         if messages is not None:
             return self.of_conversation(json.dumps({"messages": json.loads(messages)}))
-        try:
+        with _naming(self._table):
             return render_prompt(problem, self.config_of(problem), self.tokenizer)
-        except ValueError as error:
-            raise PreflightError(f"[{self._table}.prompt] {error}") from None
+
+
+@contextmanager
+def _naming(table: str) -> Iterator[None]:
+    """Within the block, a ``ValueError`` is one of a table's prompt."""
+    try:
+        yield
+    except ValueError as error:
+        raise PreflightError(f"[{table}.prompt] {error}") from None
 
 
 def prompt_of_messages(
@@ -146,15 +135,8 @@ def prompt_of_messages(
 ) -> list[int]:
     """Return the teacher's prompt of a conversation that ends in what is to be answered.
 
-    Args:
-        messages: under the names of chat templates.
-        asks: what of the prompt is the teacher's own.
-        tokenizer: the teacher's, with the template of ``asks``.
-        tools: the tools that the conversation may call, as JSON schemas.
-        question: for ``prompt_template``; None takes the last message.
-
-    Raises:
-        ValueError: the template refuses the messages, or they are more than one plain text.
+    ``tools`` are JSON schemas. ``question`` goes into ``prompt_template``; None takes the last
+    message.
     """
     own = own_messages(messages, asks, question)
     if asks.chat_template is not False:
@@ -255,12 +237,7 @@ class Piece:
 
 
 class OwnPromptScorer:
-    """Scores of a student's completions by a teacher that reads its own prompts.
-
-    Attributes:
-        scorer: the teacher's scorer.
-        prompts: what it reads.
-    """
+    """Scores of a student's completions by a teacher that reads its own prompts."""
 
     def __init__(self, scorer: Scorer, prompts: TeacherPrompts):
         self.scorer, self.prompts = scorer, prompts
@@ -282,7 +259,7 @@ class OwnPromptScorer:
 
     @property
     def sampler(self) -> Sampler | None:
-        """The teacher's sampler, which reads the teacher's prompts."""
+        """The teacher's sampler, which is given the student's prompts."""
         sampler = self.scorer.sampler
         return None if sampler is None else self.reading(sampler)
 
@@ -305,7 +282,6 @@ class OwnPromptScorer:
         """
         assert prompts is None, "they are the teacher's own"
         by_rollout = [self.pieces(rollout) for rollout in rollouts]
-        chosen = candidate_ids
         if candidate_ids is not None:
             candidate_ids = [
                 ids[piece.start - rollout.start : piece.end - rollout.start]
@@ -323,12 +299,8 @@ class OwnPromptScorer:
             )
         )
         return [
-            joined(
-                rollout,
-                [(piece, next(answers)) for piece in own],
-                None if chosen is None else chosen[index],
-            )
-            for index, (rollout, own) in enumerate(zip(rollouts, by_rollout, strict=True))
+            joined(rollout, [(piece, next(answers)) for piece in own])
+            for rollout, own in zip(rollouts, by_rollout, strict=True)
         ]
 
     def pieces(self, rollout: Rollout) -> list[Piece]:
@@ -347,14 +319,18 @@ class OwnPromptScorer:
 
         None: there is no limit.
         """
-        limit = self.limits.max_model_len
+        limit = self.scorer.limits.max_model_len
         if limit is None:
             return None
         for piece in self.pieces(rollout):
-            fits = limit - 1 - len(piece.prompt)  # a scorer on vLLM reads one token less
-            if piece.end - piece.start > fits:
-                return piece.start + max(0, fits)
+            fits = self._fits(piece, limit)
+            if fits < piece.end - piece.start:
+                return piece.start + fits
         return len(rollout.token_ids)
+
+    def _fits(self, piece: Piece, limit: int) -> int:
+        """Return how many tokens of an answer fit; a scorer on vLLM reads one less than a window"""
+        return max(0, min(piece.end - piece.start, limit - 1 - len(piece.prompt)))
 
     def close(self) -> None:
         """Close the teacher's scorer."""
@@ -365,65 +341,51 @@ def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[Piece]:
     """Return the answers of the student in a conversation."""
     pieces = []
     for turn in rollout.turns:
-        behind_it = rollout.loss_mask[turn.start :]
-        length = int((~behind_it).int().argmax()) if not behind_it.all() else len(behind_it)
-        if length:  # 0: cut off, as beyond a window
-            ids = rollout.token_ids[: turn.start + length]
-            own = Rollout.not_sampled(ids, turn.start, rollout.finish_reason)
+        others = (~rollout.loss_mask[turn.start :]).nonzero()
+        end = turn.start + int(others[0]) if len(others) else len(rollout.token_ids)
+        if turn.start < end:  # else cut off, as beyond a window
+            own = Rollout.not_sampled(rollout.token_ids[:end], turn.start, rollout.finish_reason)
             pieces.append(Piece(own, prompts.of_conversation(turn.asked)))
     return pieces
 
 
 def joined(
-    rollout: Rollout,
-    answers: Sequence[tuple[Piece, Scores]],
-    ids: Int[Tensor, "n k"] | None = None,
-    start: int | None = None,
+    rollout: Rollout, answers: Sequence[tuple[Piece, Scores]], start: int | None = None
 ) -> Scores:
-    """Return the scores of a rollout from those of its answers. Other tokens are not scored.
+    """Return the scores of a rollout from those of its answers, from token ``start`` on.
 
-    A token that is not scored has a row of a uniform distribution, which is one for every check.
-
-    Args:
-        ids: what the caller chose to score.
-        start: the first row's token; None for the first that trains.
+    None: from the first that trains. Another token is not scored, and has some answer's row.
     """
     start = rollout.start if start is None else start
-    first, n = answers[0][1], len(rollout.token_ids) - start
-    if len(answers) == 1 and len(first) == n:
-        return replace(first, start=start)
-    if ids is None:
-        ids = torch.arange(first.k).expand(n, -1)
-    logprob = -math.log(max(first.k, 2))
-    whole = Scores(
-        torch.full((n,), logprob),
-        ids.clone(),
-        torch.full((n, first.k), logprob),
-        tuple(_no_states(share, n) for share in first.hidden),
-        None if first.known is None else torch.zeros(n, first.k, dtype=torch.bool),
-        start,
-        scored=torch.zeros(n, dtype=torch.bool),
-    )
+    n = len(rollout.token_ids) - start
+    rows, scored = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool)
+    count = 0
     for piece, scores in answers:
         at = slice(piece.start - start, piece.end - start)
-        whole.ref_logprobs[at] = scores.ref_logprobs
-        whole.token_ids[at] = scores.token_ids
-        whole.teacher_logprobs[at] = scores.teacher_logprobs
-        given(whole.scored)[at] = True if scores.scored is None else scores.scored
-        if whole.known is not None:
-            whole.known[at] = scores.all_known
-        for share, own in zip(whole.hidden, scores.hidden, strict=True):
-            share.states[at] = own.states
-            if share.ref_logprobs is not None:
-                share.ref_logprobs[at] = given(own.ref_logprobs)
-    return whole
+        rows[at] = torch.arange(count, count + len(scores))
+        scored[at] = True if scores.scored is None else scores.scored
+        count += len(scores)
+    parts = [scores for _, scores in answers]
+    first = parts[0]
+    return Scores(
+        torch.cat([one.ref_logprobs for one in parts])[rows],
+        torch.cat([one.token_ids for one in parts])[rows],
+        torch.cat([one.teacher_logprobs for one in parts])[rows],
+        tuple(
+            _states_of([one.hidden[place] for one in parts], rows)
+            for place in range(len(first.hidden))
+        ),
+        None if first.known is None else torch.cat([one.all_known for one in parts])[rows],
+        start,
+        None if scored.all() else scored,
+    )
 
 
-def _no_states(share: HiddenStates, n: int) -> HiddenStates:
-    """Return a teacher's share in so many tokens that are not scored."""
-    logprobs = None if share.ref_logprobs is None else share.ref_logprobs.new_zeros(n)
-    states = share.states.new_zeros(n, share.states.shape[1])
-    return replace(share, states=states, ref_logprobs=logprobs)
+def _states_of(shares: Sequence[HiddenStates], rows: Int[Tensor, " n"]) -> HiddenStates:
+    """Return rows of one teacher's hidden states of several answers."""
+    own = [one.ref_logprobs for one in shares if one.ref_logprobs is not None]
+    states = torch.cat([one.states for one in shares])[rows]
+    return replace(shares[0], states=states, ref_logprobs=torch.cat(own)[rows] if own else None)
 
 
 class OwnPromptSampler:
@@ -457,12 +419,11 @@ class OwnPromptSampler:
 
 def behind(rollout: Rollout, prompt: Sequence[int]) -> Rollout:
     """Return a rollout's completion behind another prompt."""
-    start, count = rollout.start, len(prompt)
-    return replace(
-        rollout,
-        token_ids=torch.cat([torch.tensor([*prompt]), rollout.token_ids[start:]]),
-        loss_mask=torch.cat([torch.zeros(count, dtype=torch.bool), rollout.loss_mask[start:]]),
-        inference_logprobs=torch.cat(
-            [torch.full((count,), torch.nan), rollout.inference_logprobs[start:]]
-        ),
+    start, before = rollout.start, torch.tensor([*prompt])
+    own = (rollout.token_ids[start:], rollout.loss_mask[start:], rollout.inference_logprobs[start:])
+    none, unknown = (
+        torch.zeros(len(before), dtype=torch.bool),
+        torch.full((len(before),), torch.nan),
     )
+    ids, mask, logprobs = map(torch.cat, zip((before, none, unknown), own, strict=True))
+    return replace(rollout, token_ids=ids, loss_mask=mask, inference_logprobs=logprobs)

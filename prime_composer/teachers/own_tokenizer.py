@@ -199,21 +199,6 @@ class OwnTokenizerScorer(OwnPromptScorer):
         (scores,) = asked.score([reading], min(COMPARED_IDS, self.ids_read))
         return KnownRequest(reading, scores, sign=self.starts)
 
-    def room(self, rollout: Rollout) -> int | None:
-        """Return how many tokens of a rollout, with its prompt, fit into the teacher's window.
-
-        That is up to the end of the last one whose text fits with all before it. None: there is no
-        limit.
-        """
-        limit = self.scorer.limits.max_model_len
-        if limit is None:
-            return None
-        for piece in self.pieces(rollout):
-            fits = self._fits(piece, limit)
-            if fits < piece.end - piece.start:
-                return piece.start + fits
-        return len(rollout.token_ids)
-
     def _fits(self, piece: Piece, limit: int) -> int:
         """Return how many tokens of an answer fit into the teacher's window."""
         ids = piece.rollout.token_ids[piece.start :].tolist()
