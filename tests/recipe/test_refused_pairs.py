@@ -88,6 +88,15 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`tape_only` without `tape`": (parsed, {"teacher": {"model": "t", "tape_only": True}}),
     '`tape_only`, `tokenizer = "own"`': (parsed, {"teacher": {**ALONE, "tokenizer": "own"}}),
+    "`[teacher.prompt]`, `[teacher.policy]`": (
+        parsed, {"teacher": {"policy": {}, "prompt": {"system": "Be kind."}}}
+    ),
+    "`[teacher.prompt]`, `asked_by`, `prime-rl export`": (
+        exported, {"teacher": {"model": "t", "prompt": {"system": "x"}, "asked_by": "trainer"}}
+    ),
+    "`data.template_args`, `prime-rl export`": (
+        exported, {"data": {"template_args": {"enable_thinking": False}}}
+    ),
     "`checks.collapse.end`, `[reference]`": (
         parsed, {"reference": {"start": True}, "loss": SAMPLED, **END}
     ),
