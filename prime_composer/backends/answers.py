@@ -17,13 +17,11 @@ from torch import Tensor
 
 from prime_composer.contract import InvalidAnswer, Scores
 
+# Nats by which two log-probs that should be equal may differ, and one may exceed 0. Engines
+# normalize in float32, also where weights and logits are bfloat16. With vLLM 0.32 and transformers
+# in both dtypes no log-prob was above 0, a sampled token's equalled its entry in the support to the
+# bit, and the mass of a whole vocabulary was 1 within 3e-7.
 LOGPROB_TOLERANCE = 1e-4
-"""Nats by which two log-probs that should be equal may differ, and one may exceed 0.
-
-Engines normalize in float32, also where weights and logits are bfloat16. With vLLM 0.32 and
-transformers in both dtypes no log-prob was above 0, a sampled token's equalled its entry in the
-support to the bit, and the mass of a whole vocabulary was 1 within 3e-7.
-"""
 
 MASS_TOLERANCE = 1e-3  # How far a sum of probabilities may be from 1, or beyond it
 
@@ -34,30 +32,20 @@ BLOCK = 2**20  # Entries of a support that are checked at once, in arrays of 8 M
 
 
 def check_scores(
-    scores: Scores,
-    sampled: Int[Tensor, " n"],
+    scores: Scores,  # ids that are not known are left out
+    sampled: Int[Tensor, " n"],  # ids of the sampled tokens
     *,
-    k: int,
-    vocab_size: int | None,
-    origin: str,
-    sequence: int | None,
-    ranked: bool = True,
-    trained: bool = True,
+    k: int,  # entries per position that were asked for
+    vocab_size: int | None,  # of the teacher's head; None where it is unknown
+    origin: str,  # who answered, for the message: a server by its URL, or a model
+    sequence: int | None,  # its index in its request
+    ranked: bool = True,  # the support is the teacher's own top K, the most probable id first
+    trained: bool = True,  # the sampled tokens train; those of a prompt the teacher may mask
 ) -> None:
     """Check that a teacher's scores can be log-probs of one distribution per position.
 
     An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
     of the probability, but it is never a token that trains: a loss there is infinite.
-
-    Args:
-        scores: of the tokens. Ids that are not known are left out.
-        sampled: ids of the sampled tokens.
-        k: entries per position that were asked for.
-        vocab_size: entries of the teacher's head; None where it is unknown.
-        origin: who answered, for the message: a server by its URL, or a model.
-        sequence: index of the sequence in its request; None where there is no index.
-        ranked: the support is the teacher's own top K, the most probable id first.
-        trained: the sampled tokens train. Those of a prompt the teacher may mask.
     """
     check_batch(
         [(scores, sampled, sequence)],

@@ -241,24 +241,14 @@ class Connection:
         body: Any = None,
         *,
         max_bytes: int = SHORT_ANSWER,
-        seconds: float = 0.0,
-        retried: frozenset[int] = RETRIED,
-        tail: int = 0,
+        seconds: float = 0.0,  # for the answer, in addition to the connection's time-out
+        retried: frozenset[int] = RETRIED,  # statuses after which the request is sent again
+        tail: int = 0,  # bytes at the end that begin at an aligned address, if the length is told
     ) -> memoryview:
         """Send one request, again while the server is away, and return the answer's body.
 
-        The answer is in memory once, while and after it comes.
-
-        Args:
-            max_bytes: largest answer.
-            seconds: time for the answer, in addition to the connection's time-out.
-            retried: statuses after which the request is sent again.
-            tail: bytes at the answer's end that begin at an aligned address, if the server says how
-                long the answer is.
-
-        Raises:
-            ServerError: away for too long, too slow, or an answer too large.
-            Refused: an error that is not retried.
+        The answer is in memory once, while and after it comes. ``ServerError``: it is away for too
+        long, too slow, or its answer too large. ``Refused``: an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
         patience = Patience(self._patience_for)

@@ -71,19 +71,9 @@ class Text(msgspec.Struct):
 class Server:
     """A running vLLM server: what sampler and scorer share.
 
-    Args:
-        url: base URL, with or without ``/v1``. A user and a password in it are sent as Basic
-            authentication.
-        model: the model that the server should serve (its path, hub id or served name). None
-            accepts any model.
-        section: the recipe's table that describes this server, for messages.
-        max_logprobs: the server's --max-logprobs, where known.
-        connection: how it is asked. Completions get more time than ``timeout``, by their number
-            and length.
-
-    Raises:
-        ServerError: nothing answers at the URL, it serves another model, or URL, key or environment
-            cannot be used.
+    ``model`` is what it should serve, by path, hub id or served name; None accepts any. Completions
+    get more time than ``timeout``, by their number and length. A ``ServerError`` says that nothing
+    answers, that another model is served, or that URL, key or environment cannot be used.
     """
 
     def __init__(
@@ -92,7 +82,7 @@ class Server:
         model: str | Path | None = None,
         *,
         section: str,
-        max_logprobs: int | None = None,
+        max_logprobs: int | None = None,  # the server's --max-logprobs, where known
         **connection: Unpack[ConnectionOptions],
     ):
         self._connection = Connection(url, section=section, **connection)

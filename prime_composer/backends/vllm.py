@@ -58,18 +58,9 @@ MOST_SEQUENCES = 256  # Side by side at most: vLLM's own default on a CPU build
 class VLLMEngine:
     """A vLLM engine in this process: what sampler and scorer share.
 
-    Args:
-        dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
-            bfloat16 to about 0.1 nat. The head's products keep float32 sums in any case, unless
-            ``hf_overrides`` in ``engine_args`` has another ``head_dtype``, or the head is
-            quantized.
-        max_model_len: longest sequence, prompt and completion together, plus one, within the
-            model's own window, which is also that of None.
-        max_logprobs: largest K of a request; "full" for the whole vocabulary.
-        sequences: how many run side by side; on a CPU build the key-value cache has room for them
-            within 1 GiB, and further ones of a call wait for their turn.
-        eos_token_ids: ids that end a completion, in addition to ``SamplingParams.stop_token_ids``.
-            None reads them from the model's generation config, config and tokenizer.
+    Weights and activations in float32 agree with a float32 trainer to 1e-4 nat, in bfloat16 to
+    about 0.1 nat. The head's products keep float32 sums in any case, unless ``hf_overrides`` in
+    ``engine_args`` has another ``head_dtype``, or the head is quantized.
     """
 
     logprobs_mode: ClassVar[str] = "raw_logprobs"
@@ -79,11 +70,11 @@ class VLLMEngine:
         model: str | Path,
         *,
         dtype: str = "float32",
-        max_model_len: int | None = None,
-        max_logprobs: int | Literal["full"] = 20,
-        sequences: int = MOST_SEQUENCES,
+        max_model_len: int | None = None,  # prompt, completion and one; at most the model's window
+        max_logprobs: int | Literal["full"] = 20,  # largest K; "full" for the whole vocabulary
+        sequences: int = MOST_SEQUENCES,  # side by side; a CPU's have 1 GiB of key-value cache
         gpu_memory_utilization: float = GPU_MEMORY_SHARE,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] | None = None,  # beside a call's own; None: the model's
         engine_args: dict[str, Any] | None = None,
     ):
         vllm = import_vllm()

@@ -39,8 +39,7 @@ SLOW_SERVER = 200  # Tokens per second of a slow server, all completions togethe
 
 VERSION_PATH = "/update_weight_version"  # vLLM 0.32; in memory, so that a restart changes it
 
-START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
-"""In ``/metrics`` of a vLLM with one API server process."""
+START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)  # Of one API process
 
 METRICS_BYTES = 2**24
 
@@ -80,14 +79,8 @@ class TopChoices(msgspec.Struct):
 class ServerSampler(Server):
     """Rollouts of a running vLLM server (``protocols.Sampler``), with ``Server``'s arguments.
 
-    Args:
-        weights_dir: a directory that this process can write and the server can read. None is the
-            system's temporary directory, for a server on this machine.
-        eos_token_ids: ids that end a completion, in addition to
-            ``SamplingParams.stop_token_ids``. None: the server's own EOS.
-        seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
-            ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
-            crashes.
+    A CPU server that gets seeds needs ``--no-enable-chunked-prefill``, or its engine crashes;
+    ``vllm_serve`` sets it.
     """
 
     def __init__(
@@ -96,9 +89,9 @@ class ServerSampler(Server):
         model: str | Path | None = None,
         *,
         section: str = "[rollout]",
-        weights_dir: str | Path | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        seeded: bool = True,
+        weights_dir: str | Path | None = None,  # both sides read it; None: the temporary one
+        eos_token_ids: Sequence[int] | None = None,  # beside a call's own; None: the server's
+        seeded: bool = True,  # with a seed per request, so that rollouts are reproducible
         **connection: Unpack[ConnectionOptions],
     ):
         super().__init__(url, model, section=section, **connection)

@@ -25,7 +25,7 @@ TRAINER = "prime_composer.upstream.trainer.hooks"
 HEAD = "prime_composer.upstream.trainer.head"
 ORCHESTRATOR = "prime_composer.upstream.orchestrator.hooks"
 
-HOOKS: dict[str, tuple[str, ...]] = {
+HOOKS: dict[str, tuple[str, ...]] = {  # Module of prime-rl -> functions called once it is loaded
     "prime_rl.utils.config": (f"{LAUNCHER}:hook_config",),
     "prime_rl.utils.pathing": (f"{LAUNCHER}:hook_run_dir",),
     "prime_rl.trainer.rl.loss": (f"{TRAINER}:hook_loss",),
@@ -44,7 +44,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
     ),
     "prime_rl.orchestrator.trajectories": (f"{ORCHESTRATOR}:hook_samples",),
 }
-"""Module of prime-rl -> the functions, "module:function", that are called with it once loaded."""
 
 
 class Hooks(importlib.abc.MetaPathFinder):

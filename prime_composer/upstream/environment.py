@@ -21,24 +21,18 @@ from prime_composer.problems.prompts import prompt_messages, prompt_text
 
 NAME = "prime-composer-problems"
 MODULE = "prime_composer_problems"
+# Fields of [data] that are settings of an environment. ``ratio`` and ``teacher`` are written beside
+# it in prime-rl's config, and prime-rl always applies a chat template.
 SETTINGS = (
     *("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key", "limit", "prompt_chars"),
     *("clean", "kind", "size", "seed", "operations", "topics", "hold_out", "use"),
     *("calculator_annotations", "prompt_template", "metric", "teacher_key"),
     *("messages_key", "system", "system_key"),
 )
-"""Fields of ``[data]`` that are settings of an environment.
-
-``ratio`` and ``teacher`` are written beside the environment in prime-rl's config, and prime-rl
-always applies a chat template.
-"""
 
 
 def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Problem]:
-    """Load the problems of one split, "train" or "test".
-
-    ``rows_of``: only those whose row names this teacher, "" for rows that name none; None: all.
-    """
+    """Load "train" or "test": all rows, or those that name the teacher ``rows_of`` ("": none)."""
     require_library(config.metric)
     train, held_out = load_problems(config)
     problems = held_out if split == "test" else train
@@ -67,10 +61,7 @@ CLASSES = ("ProblemData", "ProblemTask", "ProblemTaskset", "ProblemTasksetConfig
 
 
 def make_classes() -> dict[str, type]:
-    """Return the taskset and its parts, by the names of ``CLASSES``.
-
-    The taskset's config has the fields of ``[data]``, ``split`` and ``rows_of``.
-    """
+    """Return the taskset and its parts, by the names of ``CLASSES``."""
     from typing import Literal
 
     import verifiers.v1 as vf

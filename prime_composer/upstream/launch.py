@@ -77,9 +77,7 @@ class NativeRun:
         return subprocess.call(command, env=environment(self.switch))
 
     def check(self) -> tuple[subprocess.CompletedProcess[str], str]:
-        """Run prime-rl's own dry run, which checks the TOML, in a temporary directory.
-
-        The second value is what its launcher resolved for all processes of the run.
+        """Run prime-rl's own dry run in a temporary directory; return it, and what it resolved.
 
         Without the user's run directory prime-rl can neither write into it nor clean it up. So the
         checkpoint of a resumed run is not checked.

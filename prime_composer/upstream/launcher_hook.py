@@ -26,16 +26,13 @@ from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import UnknownSurface
 from prime_composer.upstream.versions.doctor import refuse_old, require
 
-ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")
-"""Tables of prime-rl's config with variables of its processes, which override the launcher's."""
+ENV_VARS = ("env_vars", "orchestrator.env_vars", "trainer.env_vars")  # Override the launcher's
 
 MISSING = "prime_composer is not installed here: prime-rl would train its own loss"
 CODE = f"import sys; {launches.HOOKED} or sys.exit('{MISSING}')"
-GUARD = f'uv run --no-sync python -c "{CODE}" || exit 1'
-"""Line of a job script, which ends it where our hooks are not loaded."""
+GUARD = f'uv run --no-sync python -c "{CODE}" || exit 1'  # Ends a job without our hooks
 
-RESOLVED: list[Any] = []
-"""The config of this launcher, once its settings are resolved."""
+RESOLVED: list[Any] = []  # The config of this launcher, once its settings are resolved
 
 
 def hook_config(module: Any) -> None:
@@ -312,10 +309,7 @@ def _refuse_sampling_replay(config: Any, name: str) -> None:
 
 
 def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict[str, Any]:
-    """Return the loss table with its special tokens as ids.
-
-    The launcher has the model's tokenizer, the trainer's loss has not.
-    """
+    """Return the loss table with special tokens as ids: the trainer's loss has no tokenizer."""
     if '"strings"' not in json.dumps(table):  # at any depth: channels have modifiers of their own
         return table
     from transformers import AutoTokenizer

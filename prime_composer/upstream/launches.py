@@ -20,23 +20,18 @@ from prime_composer.upstream.tally import SilentHook
 
 FOLDER = "prime_composer"
 SETTINGS = "settings.json"
-ORCHESTRATOR, TRAINER = "orchestrator", "trainer_"
-"""Marks; a trainer's ends with its rank."""
+ORCHESTRATOR, TRAINER = "orchestrator", "trainer_"  # Marks; a trainer's ends with its rank
 
-TRAINED = ("checkpoints", "broadcasts")
-"""Folders of a run directory where a step leaves ``step_N``."""
+TRAINED = ("checkpoints", "broadcasts")  # Folders of a run where a step leaves ``step_N``
 
 HOOKED = "any(hasattr(finder, 'is_prime_composer') for finder in sys.meta_path)"
 """Python for whether an interpreter has our hooks, where ``sys`` is imported."""
 
-WAIT = 90.0
-"""Seconds for which a mark may be seen late: NFS keeps listings of a folder for up to a minute."""
+WAIT = 90.0  # Seconds that a mark may be late: NFS keeps listings of a folder for up to a minute
 
-BEGAN = time.time() - 1800
-"""Marks are of this start of the processes if they are younger: they need minutes to start."""
+BEGAN = time.time() - 1800  # Younger marks are of this start: processes need minutes to start
 
-SEEN: set[Path] = set()
-"""Marks that this process has left or seen."""
+SEEN: set[Path] = set()  # Marks that this process has left or seen
 
 REMEDY = (
     "Install this package for every process of the run (a plain `uv sync` removes it), set "

@@ -34,14 +34,11 @@ def _tokenizer(name: str) -> Any | None:
 
 
 def compare(origin: str, server: TokenServer, window: Callable[[], int | None]) -> None:
-    """Compare a teacher's server with the student.
+    """Compare a teacher's server with the student; ``ValueError``: it has other tokens.
 
     What the server does not tell is a line in the log, as is a window that is shorter than the
     run's sequences. ``window`` returns the server's --max-model-len once it has been asked for its
     tokenizer; None: it does not say.
-
-    Raises:
-        ValueError: it reads or writes other tokens.
     """
     settings, unknown = AdapterSettings.from_env() or AdapterSettings(), []
     name, longest = settings.student_tokenizer, settings.seq_len

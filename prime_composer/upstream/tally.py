@@ -10,8 +10,7 @@ This module uses the standard library alone.
 
 from collections import Counter
 
-DOCTOR = "`prime-composer doctor` says what differs, and what works with it."
-"""The remedy for a prime-rl that goes past a hook."""
+DOCTOR = "`prime-composer doctor` says what differs, and what works with it."  # The remedy
 
 
 class SilentHook(RuntimeError):
@@ -19,16 +18,11 @@ class SilentHook(RuntimeError):
 
 
 class Tally:
-    """The work and the calls of hooks in one unit of work.
-
-    Attributes:
-        meant: how much was meant for each hook.
-        calls: how often each hook ran.
-    """
+    """The work and the calls of hooks in one unit of work."""
 
     def __init__(self, whole: "Tally | None" = None):
-        self.meant: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.meant: Counter[str] = Counter()  # how much work was meant for each hook
+        self.calls: Counter[str] = Counter()  # how often each hook ran
         self._whole = whole
         self._sentences: dict[str, str] = {}
 

@@ -24,20 +24,16 @@ from torch import Tensor
 
 from prime_composer.contract import Scores
 
+# Value of a sequence's first log-prob in a run whose teachers are mixed or routed by the adapter.
+# Nothing scores the first token, and prime-rl fills its log-prob with 0.0. A log-prob is never 1.0,
+# so the trainer recognizes by it that the orchestrator runs with the adapter too. The trainer masks
+# the first token, so that no loss reads the mark.
 MARK = 1.0
-"""Value of a sequence's first log-prob in a run whose teachers are mixed or routed by the adapter.
-
-Nothing scores the first token, and prime-rl fills its log-prob with 0.0. A log-prob is never 1.0,
-so the trainer recognizes by it that the orchestrator runs with the adapter too. The trainer masks
-the first token, so that no loss reads the mark.
-"""
 
 
+# An advantage of 0 of a token that a teacher scores too. The trainer makes it 0 again. A power of
+# two is itself in float32 and in bfloat16.
 NO_ADVANTAGE = 2.0**-100
-"""An advantage of 0 of a token that a teacher scores too. The trainer makes it 0 again.
-
-A power of two is itself in float32 and in bfloat16.
-"""
 
 
 class Sent(list[float]):
@@ -58,10 +54,7 @@ class Sent(list[float]):
 
 
 def sent(scores: Scores) -> Sent:
-    """Return what prime-rl gets for a sequence: 0.0 for the tokens before the first score.
-
-    The support of these tokens is not known.
-    """
+    """Return what prime-rl gets for a sequence: 0.0 before the first score, with no support."""
     n, k = scores.start, scores.k
     whole = Scores(
         torch.cat([torch.zeros(n), scores.ref_logprobs]),

@@ -16,6 +16,7 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.environment import load_split
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.toml_shapes import ENVIRONMENTS
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
 
@@ -108,8 +109,7 @@ def test_export_evaluates_what_trains_nothing(version: str, chat_model: Path) ->
     recipe = load_recipe(RECIPE, [*overrides(chat_model), f'student={{model="{chat_model}"}}'])
     models = {"student": "student"}
     table = export_recipe(recipe, version, models).table["orchestrator"]
-    key = VERSIONS[version].environment_key
-    trained, evaluated = table["train"][key], table["eval"][key]
+    trained, evaluated = table["train"][ENVIRONMENTS], table["eval"][ENVIRONMENTS]
     assert [entry["name"] for entry in trained] == ["ages"]
     assert [entry["name"] for entry in evaluated] == ["ages", "towns", "capitals"]
     held_out = load_problem_set(recipe.problem_sources).held_out

@@ -16,7 +16,7 @@ from prime_composer.losses.needs import NEEDS, PROVIDERS, Host
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.trl.objective import AVAILABLE, read_loss
-from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.records import LOSS_V0_6, LOSS_V0_7
 
 PAGE = Path(__file__).parents[2] / "prime_composer/losses/README.md"
 TEACHER = {"model": "t"}
@@ -40,7 +40,7 @@ def of_recipe(**tables) -> set[str]:
 
 def of_prime_rl() -> list[frozenset[str]]:
     losses = [parse_loss({"type": name}) for name in ("sampled_reverse_kl", "default")]
-    contracts = [version.contract for version in VERSIONS.values()]
+    contracts = (LOSS_V0_6, LOSS_V0_7)
     return [
         contract.provides(loss, adapter)
         for contract, loss, adapter in itertools.product(contracts, losses, (False, True))

@@ -58,19 +58,9 @@ def export_recipe(
     """Translate a recipe for prime-rl's ``rl @ FILE``.
 
     ``[prime_rl]`` of the recipe is merged on top and wins. Its tables named after a version count
-    for that version alone.
-
-    Args:
-        recipe: the recipe.
-        dialect: a version, or its name, a key of ``VERSIONS`` (``v0_9`` is ``v0.9``).
-        models: directories of the models under ``[*.prepare]``, by table of the recipe.
-        problems: the recipe's problems. None: loaded if rows name teachers.
-        fields: the keys that the installed prime-rl takes. None: whatever the version has.
-
-    Raises:
-        RecipeError: the version is unknown, or cannot do what the recipe asks for, or the installed
-            prime-rl lacks keys of it; the message lists all of them.
-        ValueError: the data cannot be read.
+    for that version alone. ``models`` are directories of those under ``[*.prepare]``, by table.
+    Problems of None are loaded if rows name teachers; keys of None are whatever the version has. A
+    ``RecipeError`` lists all that the version cannot do, and the keys that it lacks.
     """
     version = dialect if isinstance(dialect, Version) else VERSIONS.get(plain_name(dialect))
     if version is None:
@@ -96,8 +86,7 @@ def export_recipe(
 def not_carried(recipe: Recipe) -> dict[str, str]:
     """Return each key that the recipe sets and prime-rl has no setting for, with the reason.
 
-    The marks on the recipe's fields say which these are. A key is left out where its value loses
-    nothing.
+    The marks on the recipe's fields say which. One whose value loses nothing is left out.
     """
     return {
         entry.key: entry.mark.why

@@ -13,11 +13,9 @@ from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, WANDB
 
-FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
-"""vLLM's option that computes logits in float32."""
+FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""  # vLLM computes logits in it
 
-OF_THIS_PACKAGE = ("prime-composer-orders", NAME)
-"""Ids of environments that are installed with it."""
+OF_THIS_PACKAGE = ("prime-composer-orders", NAME)  # Ids of environments installed with it
 
 THIS_HOST = ("localhost", "127.0.0.1", "::1")
 

@@ -34,8 +34,7 @@ from prime_composer.upstream.versions.toml_shapes import (
     write_teachers,
 )
 
-VLLM_LOGPROBS = 20
-"""vLLM's default max_logprobs. It refuses requests for more."""
+VLLM_LOGPROBS = 20  # vLLM's default max_logprobs; it refuses requests for more
 
 TOOL_CALL_PARSERS = {"qwen3": "hermes"}
 """What vLLM calls a parser of ``renderers``. prime-rl evaluates with vLLM's chat completions, and

@@ -27,16 +27,7 @@ def as_text(table: Mapping[str, Any], head: Sequence[str]) -> str:
 
 
 def write_text(path: Path, text: str, replace: bool = True) -> None:
-    """Write a document, with mode 0600 if it contains a password.
-
-    Args:
-        path: the file.
-        text: the document.
-        replace: whether a file that is there is overwritten.
-
-    Raises:
-        FileExistsError: it is there and is not to be overwritten.
-    """
+    """Write a document, 0600 if it has a password; ``FileExistsError`` without ``replace``."""
     private = has_credentials(text)
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replace else os.O_EXCL)
     with open(os.open(path, flags, 0o600 if private else 0o666), "w", encoding="utf-8") as file:
@@ -55,10 +46,7 @@ def plain(value: Any) -> Any:
 
 
 def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str) -> None:
-    """Merge a recipe's table of prime-rl's own settings into an exported one, in place.
-
-    Its tables named after a version count for that version alone.
-    """
+    """Merge a recipe's native settings, of all versions and of this one, into a table, in place."""
     own = {key: plain_name(key) for key in native if plain_name(key) in (*VERSIONS, *OLD)}
     for key, name in own.items():
         if name in OLD:

@@ -31,13 +31,9 @@ from prime_composer.upstream.settings import TOKENIZERS_KEY
 
 T = TypeVar("T")
 
-IN_FLIGHT = 32
-"""Most requests of this process between being sent and being parsed.
-
-An answer takes about 80 bytes x tokens x K. At 2,048 tokens and K = 32 this many are 0.17 GB. They
-are 65,000 tokens, several of a vLLM's prefill steps of 8,192 or 16,384, so that servers do not run
-idle.
-"""
+# An answer takes about 80 bytes x tokens x K: at 2,048 tokens and K = 32 this many are 0.17 GB.
+# These 65,000 tokens are several of a vLLM's prefill steps (8,192 or 16,384), so none runs idle.
+IN_FLIGHT = 32  # Most requests of this process between being sent and being parsed
 
 
 async def in_thread(thread: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
@@ -62,17 +58,12 @@ class OpenAITransport:
     """Sends a teacher client's requests by prime-rl's openai client (``client.Transport``).
 
     Its router, headers, authentication, retries and timeouts apply.
-
-    Attributes:
-        base: the server's URL.
-        origin: the server in words.
-        retries: requests that were sent more than once, by the client or here.
     """
 
     def __init__(self, client: Any, thread: ThreadPoolExecutor):
         self.base = str(client.base_url).rstrip("/").removesuffix("/v1")
         self.origin = f"The teacher at {public_url(self.base)}"
-        self.retries = 0
+        self.retries = 0  # requests that were sent more than once, by the client or here
         self._client = client
         self._thread = thread
 
@@ -181,13 +172,10 @@ class Text(msgspec.Struct):
 
 
 class TokenServer:
-    """Asks a server for its tokenizer, from a thread beside the event loop of its requests.
-
-    ``window`` is its --max-model-len, once it has said so.
-    """
+    """Asks a server for its tokenizer, from a thread beside the event loop of its requests."""
 
     def __init__(self, transport: OpenAITransport, model: str):
-        self.window: int | None = None
+        self.window: int | None = None  # its --max-model-len, once it has said so
         self._transport, self._model = transport, model
         self._loop = asyncio.get_running_loop()
 
@@ -214,23 +202,14 @@ class TokenServer:
 
 @dataclass
 class Asked:
-    """What is known of a teacher.
+    """What is known of a teacher."""
 
-    Attributes:
-        plugin: its scoring plugin.
-        retried: requests that were sent more than once. Its server may have been started again.
-        requests: K -> the known request; a live policy has none.
-        tokenizer: that its server has been compared with, where the teacher has its own.
-        met: it has been compared with the student.
-        meeting: held meanwhile, as all rollouts of a batch may come at once.
-    """
-
-    plugin: Known = field(default_factory=Known)
-    retried: int = 0
-    requests: dict[int, KnownRequest] = field(default_factory=dict)
-    tokenizer: Any = None
-    met: bool = False
-    meeting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    plugin: Known = field(default_factory=Known)  # its scoring plugin
+    retried: int = 0  # requests that were sent more than once: it may have been started again
+    requests: dict[int, KnownRequest] = field(default_factory=dict)  # by K; a live policy has none
+    tokenizer: Any = None  # that its server was compared with, where the teacher has its own
+    met: bool = False  # it has been compared with the student
+    meeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # a batch's rollouts come at once
 
     @property
     def sign(self) -> tuple[int | None, int]:

@@ -45,8 +45,7 @@ from prime_composer.upstream.versions.records import (
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import StepAnswers, Teachers
 
-LOSS, COMPUTE_LOSS, HEAD, FORWARD = "our loss", "compute_loss", "output head", "forward"
-"""Names of the trainer's hooks in a ``Tally``."""
+LOSS, COMPUTE_LOSS, HEAD, FORWARD = "our loss", "compute_loss", "output head", "forward"  # Hooks
 
 WITHOUT_BATCH = (
     "prime_composer: prime-rl computes a loss, and on no micro-batch that get_batch of "
@@ -78,30 +77,19 @@ class Adapter:
     where ``compute_loss`` returns, before a gradient exists. Where prime-rl does not run the
     ``compute_loss`` that is hooked, it is judged when the next batch is asked for, or at the end of
     the process. The rule is each rank's own, and reads nothing on the device.
-
-    Attributes:
-        whole_run: the hooks that bring supports are in place.
-        k: size of the registered loss's support, 0 for none.
-        loss: the registered loss.
-        micro_batch: the micro-batch in flight.
-        shard: this rank's shard, None without context parallelism.
-        model: prime-rl's model, once it has run.
-        steps: number of batches that were asked for.
-        tally: the work and the calls of the hooks since the last batch came.
-        journal: keeps the loss's state for a resume; None for a loss without a state.
     """
 
     def __init__(self, settings: AdapterSettings | None = None):
         self.settings = settings
-        self.whole_run = False
-        self.k = 0
+        self.whole_run = False  # the hooks that bring supports are in place
+        self.k = 0  # size of the registered loss's support, 0 for none
         self.loss: RegisteredLoss | None = None
-        self.micro_batch: MicroBatch | None = None
-        self.shard: Shard | None = None
-        self.model: Any = None
-        self.steps = 0
-        self.journal: Journal | None = None
-        self.tally = Tally()
+        self.micro_batch: MicroBatch | None = None  # the one in flight
+        self.shard: Shard | None = None  # this rank's; None without context parallelism
+        self.model: Any = None  # prime-rl's, once it has run
+        self.steps = 0  # batches that were asked for
+        self.journal: Journal | None = None  # None for a loss without a state
+        self.tally = Tally()  # since the last batch came
         self._micro_tally = self.tally
         self._batches = TrackedBatches((), self.begin)
         self._asked = False

@@ -20,24 +20,16 @@ from prime_composer.upstream.wire import unpack
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import Teachers
 
+# Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
+# TODO(prime-rl): the second is of d09488d5, which was not merged; remove it with its tests.
 SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
-"""Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
-
-TODO(prime-rl): the second one is of d09488d5, which was not merged; remove it with that commit's
-tests.
-"""
 
 
 class Questions(NamedTuple):
-    """The answers that the trainer itself asked for, of one micro-batch.
+    """The answers that the trainer itself asked for, of one micro-batch."""
 
-    Attributes:
-        teachers: who was asked.
-        wait: waits for the scores, once. Their places are those in the packed micro-batch.
-    """
-
-    teachers: "Teachers"
-    wait: Callable[[], list[Scores]]
+    teachers: "Teachers"  # who was asked
+    wait: Callable[[], list[Scores]]  # waits, once; places are those in the packed micro-batch
 
 
 class MicroBatch:
@@ -45,19 +37,6 @@ class MicroBatch:
 
     Everything but ``student`` is on the CPU, where prime-rl's data loader makes it, and is computed
     when it is first read. Checks of the support therefore cost the accelerator no synchronization.
-
-    Args:
-        tensors: prime-rl's micro-batch, a dict of tensors [1, seq].
-        k: size of the support, 0 for none.
-        on_rl_tokens: the loss compares rl tokens with a teacher, not distillation tokens.
-        questions: what the trainer has asked; None where the orchestrator asks.
-
-    Attributes:
-        student: log p of the support's ids minus log p of the label, [seq, k], by token. None until
-            the head has run.
-        head: the student's logits, row t for token t + 1. None until the head has run.
-        sequences: the tensors that ``compute_loss`` works on, one after the other in the packed
-            sequence.
     """
 
     def __init__(
@@ -67,13 +46,13 @@ class MicroBatch:
         on_rl_tokens: bool = False,
         questions: Questions | None = None,
     ):
-        self.k = k
-        self.on_rl_tokens = on_rl_tokens
-        self.questions = questions
-        self.student: Tensor | None = None
-        self.head: Logits | None = None
-        self.sequences: Sequence[Tensor] = ()
-        self._tensors = tensors
+        self.k = k  # size of the support, 0 for none
+        self.on_rl_tokens = on_rl_tokens  # compared with a teacher, not distillation tokens
+        self.questions = questions  # the trainer's; None where the orchestrator asks
+        self.student: Tensor | None = None  # log p(id) - log p(label), [seq, k]; by the head
+        self.head: Logits | None = None  # the student's, row t for token t + 1; by the head
+        self.sequences: Sequence[Tensor] = ()  # of ``compute_loss``, in their packed order
+        self._tensors = tensors  # prime-rl's micro-batch, each [1, seq]
         self._vocab_size: int | None = None
 
     def _row(self, name: str) -> Tensor | None:
@@ -102,10 +81,7 @@ class MicroBatch:
 
     @cached_property
     def scores(self) -> Scores | None:
-        """The teacher's scores of each token; None where there are none or none are read.
-
-        Nothing is known of a token that no teacher has scored.
-        """
+        """The teacher's scores, unknown where none has scored a token; None without any to read."""
         if self.questions is None:
             packed = self._row("routed_experts") if self.k else None
             return None if packed is None else unpack(packed, self.k)
@@ -182,15 +158,10 @@ class MicroBatch:
         return None
 
     def aligned(self, trainer_logprobs: Tensor, model: Any = None) -> dict[str, Any]:
-        """Return what belongs to one of the sequences that ``place`` noted.
+        """Return what prime-rl's ``LossInputs`` lack for a sequence that ``place`` noted.
 
-        Args:
-            trainer_logprobs: prime-rl's log-probs of the sequence.
-            model: the model that ran, for messages.
-
-        Returns:
-            Fields of our ``LossInputs`` that prime-rl's lack, by name. ``ref_logprobs`` are among
-            them where the trainer has asked the teachers. And ``environment``, its name.
+        These are fields of ours by name, and ``environment``, its name. ``ref_logprobs`` are among
+        them where the trainer has asked the teachers. ``model`` is for messages.
         """
         part = self._part_of(trainer_logprobs)
         if part is None:
@@ -313,10 +284,6 @@ class TrackedBatches(list[dict[str, Any]]):
     """The micro-batches of one step; reports each one when a loop reaches it, and None at the end.
 
     prime-rl iterates twice, to count tokens and to train.
-
-    Attributes:
-        begun: how many loops have begun.
-        ended: how many have reached their end.
     """
 
     def __init__(
@@ -324,7 +291,7 @@ class TrackedBatches(list[dict[str, Any]]):
     ):
         super().__init__(batches)
         self._report = report
-        self.begun = self.ended = 0
+        self.begun = self.ended = 0  # loops
 
     def number_of(self, tensors: dict[str, Any]) -> int | None:
         """Return which one of the micro-batches this is; None for any other one."""

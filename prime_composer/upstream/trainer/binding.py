@@ -17,18 +17,11 @@ from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions.records import LossContract
 from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 
-PATIENCE = 10
-"""Steps without a token of the loss, in a run that may have other tokens, before it is an error."""
+PATIENCE = 10  # Steps without a token of the loss, where others may come, before it is an error
 
 
 class RegisteredLoss:
-    """One of our losses, callable with prime-rl's ``LossInputs`` and returning its ``LossOutputs``.
-
-    Attributes:
-        compares: the loss compares with a teacher.
-        distils: it is called on distillation tokens, not on rl tokens.
-        seen: a token of this loss has come, on any rank.
-    """
+    """One of our losses, called with prime-rl's ``LossInputs``, returning its ``LossOutputs``."""
 
     def __init__(
         self,
@@ -45,8 +38,8 @@ class RegisteredLoss:
         self.in_file = in_file
         self.teachers_mixed = teachers_mixed
         self.compares = objective.config.compares_with_teacher
-        self.distils = contract.distils(objective.config)
-        self.seen = False
+        self.distils = contract.distils(objective.config)  # called on distillation tokens, not rl
+        self.seen = False  # a token of this loss has come, on any rank
         self._outputs = outputs
         self._called = called
         self._aligned = aligned

@@ -19,9 +19,8 @@ from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, suppor
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import UnknownSurface
 
+# In a head's output, where FSDP finds them: it gathers the weight before their backward runs.
 KEY, STATES = "prime_composer_support", "prime_composer_states"
-"""Keys of our tensors in a head's output. FSDP finds them there, and gathers the weight before
-their backward runs."""
 
 
 def hook_head(module: Any) -> None:
@@ -104,15 +103,12 @@ def _rows(
     batch: MicroBatch,
     hidden_states: Tensor,
     labels: Tensor,
-    temperature: Tensor | None,
+    temperature: Tensor | None,  # of each position of the head, [n]; None for the batch's own
     vocab_size: int,
 ) -> Rows | None:
     """Return the rows to compute, in the head's frame; under context parallelism this rank's.
 
     Position j of the head predicts token j + 1, at the temperature of position j.
-
-    Args:
-        temperature: temperature of each position of the head, [n]; None for the batch's own.
     """
     assert batch.support is not None
     if hidden_states.shape[0] != 1:
@@ -134,10 +130,7 @@ def _rows(
 
 
 def _whole(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
-    """Return the support logits by token, of all context-parallel ranks.
-
-    They are shifted right, as prime-rl shifts its log-probs.
-    """
+    """Return support logits by token, of all ranks, shifted right as prime-rl's log-probs are."""
     whole = _gathered(state, batch, local)
     return torch.cat([whole.new_zeros((1, whole.shape[1])), whole[:-1]])
 

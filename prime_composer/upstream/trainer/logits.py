@@ -38,17 +38,7 @@ def gathered(device: torch.device) -> int:
 
 
 class Rows:
-    """The positions that take part, and what their backward adds to the weight's gradient.
-
-    Args:
-        ids: support ids and, last, the label of each row, [n, K + 1].
-        index: position of each row in the hidden states, [n].
-        inv_temperature: 1 / T of each row, [n].
-
-    Attributes:
-        hidden: hidden states of the rows, [n, d], between ``Logits``' backward and ``Fold``'s.
-        grad_logits: gradient of the rows' logits, [n, K + 1], likewise.
-    """
+    """The positions that take part, and what their backward adds to the weight's gradient."""
 
     def __init__(
         self,
@@ -56,11 +46,11 @@ class Rows:
         index: Int[Tensor, " n"],
         inv_temperature: Float[Tensor, " n"],
     ):
-        self.ids = ids
-        self.index = index
-        self.inv_temperature = inv_temperature
-        self.hidden: Tensor | None = None
-        self.grad_logits: Tensor | None = None
+        self.ids = ids  # support ids and, last, the label of each row, [n, K + 1]
+        self.index = index  # position of each row in the hidden states, [n]
+        self.inv_temperature = inv_temperature  # 1 / T of each row, [n]
+        self.hidden: Tensor | None = None  # [n, d], between ``Logits``' backward and ``Fold``'s
+        self.grad_logits: Tensor | None = None  # of the rows' logits, [n, K + 1], likewise
 
     def add_to(self, grad: Float[Tensor, "v d"]) -> None:
         """Add grad_logits * hidden of every row to ``grad[id]``: float32 sums, one rounding."""
@@ -161,10 +151,7 @@ class Logits(torch.autograd.Function):
 def _logits(
     h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return soft-capped logits of ``ids`` and the slope of the cap.
-
-    Both are float32, or float64 for float64 hidden states.
-    """
+    """Return soft-capped logits of ``ids`` and the cap's slope: float32, or float64 as ``h`` is."""
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     z = torch.empty(ids.shape, dtype=dtype, device=h.device)
     for block in _blocks(ids, weight):

@@ -32,14 +32,11 @@ from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
 
-AHEAD_TOKENS = 65_536
-"""Tokens of later micro-batches that are asked for while one is awaited; at least one micro-batch.
+# Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hidden state they are
+# 0.5 GB of this machine's memory. One micro-batch is asked for at least.
+AHEAD_TOKENS = 65_536  # Tokens of later micro-batches, asked for while one is awaited
 
-Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hidden state they are
-0.5 GB of this machine's memory."""
-
-CHECKED_EVERY = 16
-"""Rows of a sequence per row whose log-prob is computed again, from hidden state and head."""
+CHECKED_EVERY = 16  # Rows per row whose log-prob is computed again, from hidden state and head
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +152,7 @@ class Teachers:
         return self._frozen[key]
 
     def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
-        """Send the questions of a micro-batch, and return a function that waits for the scores.
-
-        Their places are those in the packed micro-batch.
-        """
+        """Send a micro-batch's questions; return what waits for the scores, placed as in it."""
         asked: dict[tuple[str, str], tuple[Frozen, list[Rollout]]] = {
             teacher[:2]: (self.frozen(teacher), [])
             for sequence in wanted

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-Signature = Mapping[str, bool]
-"""Name of a parameter or a field -> whether it has to be given."""
+Signature = Mapping[str, bool]  # Name of a parameter or a field -> whether it has to be given
 
-Read = Callable[[str, str], Signature | None]
-"""Module, dotted attribute -> its signature; None where there is no such thing."""
+Read = Callable[[str, str], Signature | None]  # Module, dotted name -> signature; None: not there
 
-ROADS = {
+ROADS = {  # Road -> what a run on it does
     "losses": "a loss of rl tokens, in [trainer.loss]",
     "slot": "a distillation loss on the sampled token, in [trainer.loss]",
     "adapter": "distillation on the teacher's top K",
@@ -31,7 +29,6 @@ ROADS = {
     "rl": "rl environments beside distillation",
     "export": "recipes, written as prime-rl's TOML",
 }
-"""Road -> what a run on it does."""
 
 PLAIN = ("losses", "slot")
 ADAPTER = ("adapter", "full", "rl")
@@ -68,19 +65,12 @@ class Capability:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a capability was found, and what does not fit there.
-
-    Attributes:
-        capability: what was looked for.
-        place: where it is; None where it is gone.
-        misfits: what differs, nothing where it fits.
-        note: what else there is to say of it.
-    """
+    """Where a capability was found, and what does not fit there."""
 
     capability: Capability
-    place: Place | None
-    misfits: tuple[str, ...] = ()
-    note: str = ""
+    place: Place | None  # None where it is gone
+    misfits: tuple[str, ...] = ()  # what differs, nothing where it fits
+    note: str = ""  # what else there is to say of it
 
     @property
     def verdict(self) -> str:
@@ -251,14 +241,13 @@ ENVIRONMENT_NAME = _capability(
     "environment's name", ("full",), "configs.orchestrator:EnvConfig.resolved_name"
 )
 
-CAPABILITIES = (
+CAPABILITIES = (  # Everything that we touch: trainer, orchestrator, launcher
     *(LOSS_SETUP, LOSS_CONFIG, LOSS_INPUTS, LOSS_OUTPUTS, GET_BATCH, WAIT_FOR_BATCH, LOADER_INIT),
     *(SLOT, COMPUTE_LOSS, MICRO_BATCH, FORWARD, *HEADS, CONTEXT_PARALLEL),
     *(PREFILL, OPD_SCORES, OPSD_SCORES, OPD_GROUP, OPSD_GROUP, REFERENCE, SAMPLES, SAMPLE, PAYLOAD),
     *(STAMPS, RL_LOSS, GRPO, GRPO_CONFIG, GRPO_GROUP),
     *(CLI, LAUNCHER, CLEAN, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
 )
-"""Everything that we touch: trainer, orchestrator, launcher."""
 
 
 def misfits(signature: Signature, place: Place) -> tuple[str, ...]:

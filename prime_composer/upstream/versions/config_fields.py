@@ -25,8 +25,7 @@ from prime_composer.upstream.versions.records import (
 )
 from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN, Places
 
-Classes = list[type[BaseModel]]
-"""The config classes that a table may be of; an empty list where they do not say all keys."""
+Classes = list[type[BaseModel]]  # That a table may be of; empty: they do not say all keys
 
 
 class ConfigFields:
@@ -67,10 +66,7 @@ def probe_version() -> Version:
 
 
 def fitted(version: Version, fields: ConfigFields) -> Version:
-    """Return a record with each key that main moved where the config classes have it.
-
-    A key that they have in neither place stays where the record has it.
-    """
+    """Return a record with each key that main moved where the config classes have it, if at all."""
     places = {}
     for name, at_main in PLACES_OF_MAIN._asdict().items():
         candidates = (at_main, getattr(PLACES, name), getattr(version.places, name))

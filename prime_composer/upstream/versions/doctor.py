@@ -36,12 +36,10 @@ NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
     "checkout: prime-composer doctor --source DIR"
 )
-INDENT = " " * 9
-"""Below a capability's name."""
+INDENT = " " * 9  # Below a capability's name
 
 TOML = Capability("recipes as TOML", ("export",), ())
-PLUGIN = (26, 32)
-"""First and last minor version of vLLM 0 whose first model runner the scoring plugin knows."""
+PLUGIN = (26, 32)  # First and last minor version of vLLM 0 whose first runner the plugin knows
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,7 @@ def examine_installed() -> Report | None:
 
 
 def refuse_old() -> None:
-    """Refuse an importable prime-rl that is too old for the adapter.
-
-    It reads the config classes alone, so that each process of a run can afford it.
-    """
+    """Refuse an importable prime-rl that is too old; cheap, as it reads config classes alone."""
     folders = installed()
     if not folders:
         return
@@ -143,10 +138,7 @@ def _used(finding: Finding, sources: Sources) -> Finding:
 
 
 def table(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
-    """Return what ``prime-composer doctor`` prints: each road, what a run needs, what does not fit.
-
-    ``verbose`` adds each capability that fits.
-    """
+    """Return each road, what a run needs and what does not fit; ``verbose`` adds what fits."""
 
     def row(good: bool, state: str, *cells: str) -> str:
         mark = f"{state:<7}"

@@ -43,13 +43,12 @@ from prime_composer.upstream.versions.capabilities import (
 from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN, Places
 
 LOSS_MODULE = "prime_rl.trainer.rl.loss"
-CONFIGS = {
+CONFIGS = {  # Config classes whose fields tell the versions apart, by module and name
     "rl": ("prime_rl.configs.rl", "RLConfig"),
     "orchestrator": ("prime_rl.configs.orchestrator", "OrchestratorConfig"),
     "orchestrator.train": ("prime_rl.configs.orchestrator", "TrainConfig"),
     "teacher": ("prime_rl.configs.algorithm", "FrozenModelConfig"),
 }
-"""Config classes whose fields tell the versions apart, by module and name."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +139,9 @@ _MAIN = replace(
     places=PLACES_OF_MAIN,
     zero_advantages=None,
 )
-VERSIONS: dict[str, Version] = {v.name: v for v in (_HEAD, _V0_9, _MAIN)}
-"""All versions of prime-rl that everything supports by name, the oldest first."""
+VERSIONS: dict[str, Version] = {v.name: v for v in (_HEAD, _V0_9, _MAIN)}  # The oldest first
 
-NEWEST_RUN = [version for version in VERSIONS.values() if version.commit][-1]
-"""The newest version that the tests run."""
+NEWEST_RUN = [version for version in VERSIONS.values() if version.commit][-1]  # By the tests
 
 OLD: dict[str, tuple[str, ...]] = {
     "v0.6": ("orchestrator.training_mode",),
@@ -154,8 +151,7 @@ OLD: dict[str, tuple[str, ...]] = {
 """Older version -> the entries of ``config_surface`` that tell it from all before, the oldest
 first. v0.6 has the five lines in [trainer.loss], and the others have nothing."""
 
-LAST_COMMIT = "5218d7f"
-"""The last commit of this package that had all of ``OLD``."""
+LAST_COMMIT = "5218d7f"  # The last one of this package that had all of ``OLD``
 
 
 class OldVersion(UnknownSurface):

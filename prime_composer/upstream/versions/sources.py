@@ -46,10 +46,7 @@ def of_checkout(folder: Path) -> list[Path]:
 
 
 def texts_of(folders: Iterable[Path], below: str = "") -> dict[str, str]:
-    """Return the text of every source file by its path, which begins with ``prime_rl``.
-
-    ``below`` names the one folder of the package that is read.
-    """
+    """Return the text of each source file, or of those ``below``, by path from ``prime_rl`` on."""
     return {
         f"{PACKAGE}/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
         for folder in folders
@@ -58,11 +55,7 @@ def texts_of(folders: Iterable[Path], below: str = "") -> dict[str, str]:
 
 
 class Sources:
-    """The signatures of prime-rl's functions and classes.
-
-    Args:
-        texts: text of each file by its path, ``prime_rl/trainer/model.py``.
-    """
+    """Signatures of functions and classes, from texts by path (``prime_rl/trainer/model.py``)."""
 
     def __init__(self, texts: Mapping[str, str]):
         self._texts = texts

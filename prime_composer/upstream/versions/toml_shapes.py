@@ -8,39 +8,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Table = dict[str, Any]
-"""A TOML table."""
+Table = dict[str, Any]  # A TOML table
 
 Mixtures = Mapping[str, Sequence[Mapping[str, Any]]]
 """Environment -> its teachers: tables of ``url``, ``model``, ``weight``, maybe ``api_key_var``."""
 
-ENVIRONMENTS = "source"
-"""Key of the environments in [orchestrator.train] and [orchestrator.eval]."""
+ENVIRONMENTS = "source"  # Key of the environments in [orchestrator.train] and [orchestrator.eval]
 
-WANDB = ("monitors", "wandb")
-"""Path of the W&B table."""
+WANDB = ("monitors", "wandb")  # Path of the W&B table
 
+# Header of a teacher's client, with the teachers that score instead. Its value is JSON: a list of
+# {url, model, weight}, and api_key_var where that is not prime-rl's default.
 HEADER = "X-Prime-Composer-Teachers"
-"""Header of a teacher's client, with the teachers that score instead.
 
-Its value is JSON: a list of {url, model, weight}, and api_key_var where that is not prime-rl's
-default.
-"""
-
+# Hint of a [teacher.policy] -> ``demo_key`` of prime-rl's algorithm ``opsd``, which looks it up in
+# the rollout's ``info`` and in its task. Our environment's tasks have the solution as "answer". The
+# adapter writes the other two into ``info``. Without it prime-rl ends the run at the first rollout
+# and names the key.
 HINT_KEYS = {
     "reference": "answer",
     "sibling": "prime_composer:sibling",
     "feedback": "prime_composer:feedback",
 }
-"""Hint of a ``[teacher.policy]`` -> ``demo_key`` of prime-rl's algorithm ``opsd``.
 
-prime-rl looks a key up in the rollout's ``info`` and in its task. Our environment's tasks have the
-solution as "answer". The adapter writes the other two into ``info``. Without it prime-rl ends the
-run at the first rollout and names the key.
-"""
-
-API_KEY_VAR = "VLLM_API_KEY"
-"""prime-rl's default for ``api_key_var`` of a client."""
+API_KEY_VAR = "VLLM_API_KEY"  # prime-rl's default for ``api_key_var`` of a client
 
 
 class Places(NamedTuple):
@@ -71,10 +62,7 @@ def put(table: Table, path: str, value: Any) -> None:
 def write_teachers(
     orchestrator: Table, environments: list[Table], mixtures: Mixtures, algo: str
 ) -> None:
-    """Write ``algo.teacher``, for the run or for each environment.
-
-    ``algo`` is the place of the algorithm in [orchestrator].
-    """
+    """Write ``algo.teacher``, for the run (at ``algo`` in [orchestrator]) or each environment."""
     algorithms = {}
     for name, mixture in mixtures.items():
         first = mixture[0]
@@ -95,13 +83,10 @@ def source_of(
     environment_id: str,
     settings: Table,
     entry: Table,
-    max_turns: int | None = None,
-    timeout: float | None = None,
+    max_turns: int | None = None,  # of the student
+    timeout: float | None = None,  # seconds of a rollout
 ) -> Table:
-    """Write a source: an ``env`` of a taskset and an agent.
-
-    Its limits are turns of the student, and seconds of a rollout.
-    """
+    """Write a source: an ``env`` of a taskset and an agent."""
     agent: Table = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     if max_turns is not None:
         agent["max_turns"] = max_turns
