@@ -102,6 +102,8 @@ class TwoHeads:
         mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
             results are 0, and so are their gradients. Only the rows of the mask are computed, which
             needs their number on the host. None means all rows.
+        merged: ids that are one outcome, whose mass the first of them has. The others have
+            ``IN_TAIL``. Empty for none.
     """
 
     student: Logits
@@ -109,6 +111,7 @@ class TwoHeads:
     teacher_weights: Float[Tensor, "n k"] | None = None
     temperature: float = 1.0
     mask: Bool[Tensor, " n"] | None = None
+    merged: tuple[int, ...] = ()
 
     @property
     def sides(self) -> tuple[Logits, ...]:
@@ -400,6 +403,15 @@ class SampledText(NamedTuple):
     places: Int[Tensor, " seq"]
 
 
+class StopLogprobs(NamedTuple):
+    """Log p at ids that end an answer, [seq, m] each, with the gradient."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Float[Tensor, "seq m"]  # at temperature 1, wherever that is known
+    # at the sampling temperature. None where that is the same
+    tempered: Float[Tensor, "seq m"] | None = None
+
+
 @dataclass(eq=False)
 class LossInputs:
     """Inputs of a loss, for one sequence or for several that are packed one after the other.
@@ -429,6 +441,7 @@ class LossInputs:
             and 2i + 1 the rejected response of pair i. None without pairs.
         untempered_logprobs: log p at temperature 1, [seq], with the gradient. None where that is
             ``trainer_logprobs``, and inside prime-rl, whose trainer has the other alone.
+        stops: log p at the ids of the loss's ``Stops``. None without them.
     """
 
     trainer_logprobs: Float[Tensor, " seq"]
@@ -445,6 +458,7 @@ class LossInputs:
     balance: Float[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
     untempered_logprobs: Float[Tensor, " seq"] | None = None
+    stops: StopLogprobs | None = None
 
     @property
     def own_logprobs(self) -> Float[Tensor, " seq"]:

@@ -24,6 +24,7 @@ from prime_composer.losses.shared.modifiers import (
     RepetitionMask,
     SpecialTokenMask,
 )
+from prime_composer.losses.shared.stops import Stops
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]  # What a loss learns from
@@ -109,6 +110,9 @@ class LossConfig(Table):
     special_tokens: SpecialTokenMask | None = None
     """Removes the tokens of a chat template from the loss."""
 
+    stops: Stops | None = None
+    """Compares ids that end an answer as one outcome."""
+
     clamp: SoftClamp | None = None
     """Bounds the loss's own value of a token."""
 
@@ -147,6 +151,17 @@ class LossConfig(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stops_have_a_top_k(self) -> "LossConfig":
+        compared = bool(self.own_needs & {"support", "hidden_states"})
+        if self.stops is not None and (self.is_sum() or not compared):
+            remedy = "set stops in the tables of its terms" if self.is_sum() else "leave it out"
+            raise ValueError(
+                f"stops: type = {self.type!r} asks no teacher for its top K, of which the "
+                f"probabilities of the stops are summed: {remedy}."
+            )
+        return self
+
     @property
     def own_needs(self) -> frozenset[str]:
         """Inputs that the loss function itself needs. Override it where a knob decides."""
@@ -171,7 +186,7 @@ class LossConfig(Table):
     @final
     def modifiers(self) -> tuple[Modifier, ...]:
         """Modifiers of the inputs, in the order in which they apply."""
-        own = (self.repetition, self.special_tokens, self.position_weights)
+        own = (self.repetition, self.special_tokens, self.stops, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 
@@ -180,6 +195,14 @@ class LossConfig(Table):
     def modifier_needs(self) -> frozenset[str]:
         """Inputs that the modifiers need."""
         return frozenset(need for modifier in self.modifiers for need in modifier.needs)
+
+    @property
+    @final
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids at which ``LossInputs.stops`` are needed: those of the loss and of its terms."""
+        own = [part.loss.stop_ids for part in self.parts]
+        own += [] if self.stops is None else [self.stops.ids]
+        return tuple(sorted({i for ids in own for i in ids}))
 
     @property
     def channels(self) -> tuple[Part, ...]:
@@ -410,6 +433,11 @@ class SupportLossConfig(TopKLossConfig):
             raise ValueError(
                 "normalization = 'renorm' with k = 1 is identically 0. "
                 "Use normalization = 'tail', or k of at least 2."
+            )
+        if self.temperature != 1 and self.k != "full" and self.stops is not None:
+            raise ValueError(
+                f"temperature = {self.temperature} divides logits, and the mass of stops on a top "
+                "K has none: set k = 'full', or temperature = 1."
             )
         if self.temperature != 1 and self.k != "full" and self.normalization != "renorm":
             raise ValueError(

@@ -17,6 +17,7 @@ from prime_composer.contract import (
     LossInputs,
     SampledText,
     Scores,
+    StopLogprobs,
     Support,
     TeacherHead,
     TwoHeads,
@@ -36,7 +37,10 @@ def autocast(model: nn.Module, dtype: str) -> torch.autocast:
 
 
 def student_inputs(
-    model: nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+    model: nn.Module,
+    samples: Sequence[Sample],
+    temperature: float = 1.0,
+    stop_ids: Sequence[int] = (),
 ) -> LossInputs:
     """Run one forward over right-padded rollouts, and pack their trained tokens.
 
@@ -68,6 +72,12 @@ def student_inputs(
     scores = [_trained_scores(sample) for sample in samples if sample.scores is not None]
     ref_logprobs = support = None
     selected_ids = labels.unsqueeze(-1)
+    stops = torch.tensor(stop_ids, dtype=torch.long).expand(len(labels), -1)
+    if max(stop_ids, default=0) >= head.shape[0]:
+        raise ValueError(
+            f"loss.stops.ids has {max(stop_ids)}, and the student's head has {head.shape[0]} "
+            "entries: name ids of its tokenizer."
+        )
     if scores:
         ref_logprobs = torch.cat([one.ref_logprobs for one in scores])
         support_ids = torch.cat([one.token_ids for one in scores])
@@ -81,7 +91,9 @@ def student_inputs(
         own = given(ref_logprobs)
         computed = _by_hidden_states(both, labels.to(device), own.to(device))
         check_states(computed, own, heads, partial(place_of, samples))
-    logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
+    with_stops = torch.cat([selected_ids, stops], dim=-1).to(device)
+    logprobs = selected_logprobs(student.hidden, student.weight, with_stops)
+    logprobs, of_stops = logprobs.split([selected_ids.shape[-1], len(stop_ids)], dim=-1)
     if selected_ids.shape[-1] > 1:
         support = Support(
             token_ids=support_ids.to(device),
@@ -91,11 +103,11 @@ def student_inputs(
         )
 
     at_one = sampled = logprobs[:, 0]
+    tempered = None
     if temperature != 1:
-        ids_of_labels = labels.unsqueeze(-1).to(device)
-        sampled = selected_logprobs(student.hidden, student.weight, ids_of_labels, temperature)[
-            :, 0
-        ]
+        those = torch.cat([labels.unsqueeze(-1), stops], dim=-1).to(device)
+        at_other = selected_logprobs(student.hidden, student.weight, those, temperature)
+        sampled, tempered = at_other[:, 0], at_other[:, 1:]
     return LossInputs(
         trainer_logprobs=sampled,
         untempered_logprobs=None if temperature == 1 else at_one,
@@ -108,6 +120,7 @@ def student_inputs(
         hidden_states=both,
         token_ids=labels.to(device),
         sampled=_sampled_text(samples, ids, trained, device),
+        stops=StopLogprobs(tuple(stop_ids), of_stops, tempered),
         **_of_sequences(samples, trained.sum(dim=1), device),
     )
 
@@ -206,7 +219,9 @@ def _trained_scores(sample: Sample) -> Scores:
     return replace(given(sample.scores), hidden=()).rows(sample.rollout.trained)
 
 
-def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
+def empty_inputs(
+    like: LossInputs, support_size: int | Literal["full"], stop_ids: Sequence[int] = ()
+) -> LossInputs:
     """Return inputs without a token, in the graph of ``like``."""
     none = like.trainer_logprobs[:0]
     detached = none.detach()
@@ -223,4 +238,5 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
         balance=detached,
+        stops=StopLogprobs(tuple(stop_ids), none.unsqueeze(-1).expand(0, len(stop_ids))),
     )

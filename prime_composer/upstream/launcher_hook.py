@@ -318,7 +318,8 @@ def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict
 
     The launcher has the model's tokenizer, the trainer's loss has not.
     """
-    if '"strings"' not in json.dumps(table):  # at any depth: channels have modifiers of their own
+    text = json.dumps(table)  # at any depth: channels have modifiers of their own
+    if '"strings"' not in text and '"texts"' not in text:
         return table
     from transformers import AutoTokenizer
 

@@ -5,6 +5,7 @@ teacher log-prob may be -inf). The trainer's denominator still counts it, as wit
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -24,6 +25,10 @@ class Modifier(Table):
     """Knobs of one modifier."""
 
     needs: ClassVar[frozenset[str]] = frozenset()  # inputs that it reads
+
+    def resolve(self, tokenizer: Any) -> "Modifier":
+        """Return the modifier with texts of tokens as ids, by transformers or tokenizers."""
+        return self
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the changed inputs, and the modifier's metrics."""
@@ -60,18 +65,11 @@ class SpecialTokenMask(Modifier):
         return self
 
     def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """Return the modifier with ``strings`` as ``ids``, by transformers or tokenizers."""
-        ids = list(self.ids)
-        for string in self.strings:
-            encoded = tokenizer.encode(string, add_special_tokens=False)
-            encoded = list(getattr(encoded, "ids", encoded))
-            if len(encoded) != 1:
-                raise ValueError(
-                    f"special_tokens.strings: {string!r} is {len(encoded)} tokens {encoded} of "
-                    "this tokenizer, not one; name its parts one by one, "
-                    "or give special_tokens.ids."
-                )
-            ids += encoded
+        """Return the modifier with ``strings`` as ``ids``."""
+        ids = [
+            *self.ids,
+            *ids_of(self.strings, tokenizer, "special_tokens.strings", "special_tokens.ids"),
+        ]
         return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), "strings": ()})
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
@@ -178,6 +176,21 @@ class PositionWeights(Modifier):
         return dataclasses.replace(inputs, loss_weights=weights), metrics
 
 
+def ids_of(texts: Iterable[str], tokenizer: Any, key: str, instead: str) -> list[int]:
+    """Return the ids of texts under a key, each of which has to be one token."""
+    ids: list[int] = []
+    for text in texts:
+        encoded = tokenizer.encode(text, add_special_tokens=False)
+        encoded = list(getattr(encoded, "ids", encoded))
+        if len(encoded) != 1:
+            raise ValueError(
+                f"{key}: {text!r} is {len(encoded)} tokens {encoded} of this tokenizer, not one; "
+                f"name its parts one by one, or give {instead}."
+            )
+        ids += encoded
+    return ids
+
+
 def segment_starts(segment_ids: Int[Tensor, " seq"]) -> Bool[Tensor, " seq"]:
     """Return True at the first token of each sequence of a pack."""
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -212,14 +225,14 @@ def position_in_segment(
 
 
 def resolve(config: M, tokenizer: Any) -> M:
-    """Return a config with every ``special_tokens.strings`` in it turned into ids.
+    """Return a config with the texts of tokens in it turned into ids, at any depth.
 
     A string that is not exactly one token is a ``ValueError``.
     """
     changed: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if isinstance(value, SpecialTokenMask):
+        if isinstance(value, Modifier):
             changed[name] = value.resolve(tokenizer)
         elif isinstance(value, BaseModel):
             changed[name] = resolve(value, tokenizer)

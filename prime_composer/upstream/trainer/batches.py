@@ -9,7 +9,17 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import Logits, SampledText, Scores, Support, TwoHeads
+from prime_composer.contract import (
+    Logits,
+    SampledText,
+    Scores,
+    StopLogprobs,
+    Support,
+    TwoHeads,
+    given,
+)
+from prime_composer.full_vocabulary import compare
+from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.tally import DOCTOR, SilentHook
@@ -51,10 +61,11 @@ class MicroBatch:
         k: size of the support, 0 for none.
         on_rl_tokens: the loss compares rl tokens with a teacher, not distillation tokens.
         questions: what the trainer has asked; None where the orchestrator asks.
+        stop_ids: ids of the loss's stops.
 
     Attributes:
-        student: log p of the support's ids minus log p of the label, [seq, k], by token. None until
-            the head has run.
+        student: log p of the support's ids, then of the stops, minus log p of the label, [seq, k +
+            stops], by token. None until the head has run.
         head: the student's logits, row t for token t + 1. None until the head has run.
         sequences: the tensors that ``compute_loss`` works on, one after the other in the packed
             sequence.
@@ -66,10 +77,12 @@ class MicroBatch:
         k: int,
         on_rl_tokens: bool = False,
         questions: Questions | None = None,
+        stop_ids: tuple[int, ...] = (),
     ):
         self.k = k
         self.on_rl_tokens = on_rl_tokens
         self.questions = questions
+        self.stop_ids = stop_ids
         self.student: Tensor | None = None
         self.head: Logits | None = None
         self.sequences: Sequence[Tensor] = ()
@@ -212,6 +225,7 @@ class MicroBatch:
             "support": self._support(part, trainer_logprobs, model),
             "hidden_states": self._two_heads(part, model),
         }
+        fields["stops"] = self._stops(part, trainer_logprobs, fields["hidden_states"])
         if self.questions is not None and self.scores is not None:
             fields["ref_logprobs"] = self.scores.ref_logprobs[part].to(device)
         return fields
@@ -258,9 +272,29 @@ class MicroBatch:
         return Support(
             token_ids=scores.token_ids.to(device),
             teacher_logprobs=scores.teacher_logprobs.to(device),
-            student_logprobs=self.student[part] + trainer_logprobs.unsqueeze(1),
+            student_logprobs=self.student[part, : self.k] + trainer_logprobs.unsqueeze(1),
             known=None if known.all() else known.to(device),
         )
+
+    def _stops(
+        self, part: slice, trainer_logprobs: Tensor, heads: TwoHeads | None
+    ) -> StopLogprobs | None:
+        """Return log p of a sequence at the loss's stops; with two heads of sampled ones alone."""
+        if not self.stop_ids:
+            return None
+        if heads is None:
+            own = given(self.student)[part, self.k :] + trainer_logprobs.unsqueeze(1)
+            return StopLogprobs(self.stop_ids, own)
+        trained = self._tensors["loss_mask"][0][part]
+        sampled = trained & is_in(self.input_ids[part], self.stop_ids)
+        device = trainer_logprobs.device
+        ids = torch.tensor(self.stop_ids, device=device).expand(len(sampled), -1)
+        own = compare(heads.masked(sampled.to(device)), _of_student, ids=ids)
+        return StopLogprobs(self.stop_ids, own)
+
+
+def _of_student(log_p: Tensor, _: Tensor, ids: Tensor, **__: Any) -> Tensor:
+    return log_p.gather(1, ids)
 
 
 def without_student(model: Any) -> str:

@@ -81,7 +81,8 @@ def _beside(original: Any, fused: bool) -> Any:
         rows = _rows(state, batch, hidden_states, labels[0], given, vocab_size)
         if rows is None:
             out = run()
-            local = hidden_states.new_zeros((hidden_states.shape[1], batch.k), dtype=torch.float32)
+            size = hidden_states.shape[1], batch.k + len(batch.stop_ids)
+            local = hidden_states.new_zeros(size, dtype=torch.float32)
         else:
             weight, token = folded(self.weight, rows)
             # An instance attribute hides the parameter of the same name for this one call.
@@ -122,6 +123,12 @@ def _rows(
     length = batch.input_ids.shape[0]
     # The entry of an id that the head lacks is replaced, whichever row is read for it.
     ids = torch.roll(batch.support.token_ids.clamp(0, vocab_size - 1), -1, 0)
+    if max(batch.stop_ids, default=0) >= vocab_size:
+        raise ValueError(
+            f"stops.ids has {max(batch.stop_ids)}, and the student's head has {vocab_size} "
+            "entries: name ids of its tokenizer."
+        )
+    ids = torch.cat([ids, torch.tensor(batch.stop_ids, dtype=torch.long).expand(length, -1)], 1)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature
