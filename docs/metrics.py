@@ -79,6 +79,9 @@ OF_MODIFIERS = {
     "special_tokens/removed": "share of tokens that are taken out",
     "special_tokens/signal": "mean |log q - log p| of all tokens",
     "special_tokens/removed_signal": "what the removed tokens contribute to it",
+    "stops/sampled": "share of tokens that are one of the stops",
+    "stops/student": "the student's probability of all stops where one was sampled",
+    "stops/teacher": "the teacher's; what its top K lists, and the sampled one",
     "repetition/tokens": "share of tokens in repetitions",
     "position_weights/mean": "mean weight of a token",
 }

@@ -120,7 +120,7 @@ def student_inputs(
         hidden_states=both,
         token_ids=labels.to(device),
         sampled=_sampled_text(samples, ids, trained, device),
-        stops=StopLogprobs(tuple(stop_ids), of_stops, tempered),
+        stops=StopLogprobs(tuple(stop_ids), of_stops, tempered) if stop_ids else None,
         **_of_sequences(samples, trained.sum(dim=1), device),
     )
 
