@@ -102,8 +102,7 @@ class TwoHeads:
         mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
             results are 0, and so are their gradients. Only the rows of the mask are computed, which
             needs their number on the host. None means all rows.
-        merged: ids that are one outcome, whose mass the first of them has. The others have
-            ``IN_TAIL``. Empty for none.
+        merged: ids that are one outcome, at the place of the first of them.
     """
 
     student: Logits
@@ -408,8 +407,7 @@ class StopLogprobs(NamedTuple):
 
     token_ids: tuple[int, ...]
     logprobs: Float[Tensor, "seq m"]  # at temperature 1, wherever that is known
-    # at the sampling temperature. None where that is the same
-    tempered: Float[Tensor, "seq m"] | None = None
+    tempered: Float[Tensor, "seq m"] | None = None  # at the sampling temperature, if another
 
 
 @dataclass(eq=False)

@@ -31,7 +31,6 @@ from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
 
 REVERSE_KL = "eval/reverse_kl"
-OVERLAP = "eval/overlap"
 
 PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollout"}
 """What is counted in environments by id -> its name for people."""
@@ -109,9 +108,9 @@ def outcome_table(
         for name, shown_name in environments.items():
             if f"{REVERSE_KL}/{name}" in after:
                 add_reverse_kl(f"  {shown_name}", f"/{name}")
-    if OVERLAP in after:
-        shares = before.get(OVERLAP), after[OVERLAP]
-        table.add_row("overlap of both top K", MISSING, *map(percent, shares))
+    if "eval/overlap" in after:
+        shares = [percent(one.get("eval/overlap")) for one in (before, after)]
+        table.add_row("overlap of both top K", MISSING, *shares)
     return table
 
 

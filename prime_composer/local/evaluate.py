@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from prime_composer.backends.hf_model import token_batches
@@ -68,8 +68,7 @@ class DivergenceSums(NamedTuple):
     entropy: list[float] | None  # the student's. None where only a top K is compared.
     tokens: list[float]  # how many tokens were summed; 0 where no teacher could read the rollout
     support: int | Literal["full"]  # K of the sums, or "full"
-    # ``overlap`` and its advantage. None where either top K is not known exactly.
-    overlap: tuple[list[float], list[float]] | None
+    overlap: tuple[list[float], list[float]] | None  # ``overlap``; None where no top K is exact
 
 
 @dataclass(frozen=True)
@@ -114,9 +113,8 @@ class Evaluator:
         bounds, and the entropy is left out. On a top K of a mixture they are no bounds
         (``backends.mixture.mix``).
 
-        ``eval/overlap`` and ``eval/overlap_advantage`` are the means of ``overlap`` for the loss's
-        K, or 16. Both top K are known in the whole vocabulary, and where the teacher's is that of
-        one teacher with the student's tokenizer.
+        ``eval/overlap`` and ``eval/overlap_advantage`` are means of ``overlap`` for the loss's K or
+        16: in the whole vocabulary, and on the top K of one teacher with the student's tokenizer.
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         if not problems:
@@ -368,11 +366,8 @@ class Evaluator:
         k = overlap_size(self.engine, shared if support == "full" else support)
         several = any(len(teachers.routing.of(sample.problem)) > 1 for sample in samples)
         exact = full or not (several or self.engine.tokenizer_pairs)
-        chosen: list[Tensor] = []
-        if exact and not full:
-            rollouts = [sample.rollout for sample in samples]
-            ids = students_choice(self.engine.model, rollouts, k, shared)
-            chosen = [own[one.trained] for own, one in zip(ids, rollouts, strict=True)]
+        rollouts = [sample.rollout for sample in samples]
+        chosen = [] if full else students_choice(self.engine.model, rollouts, k, shared)
         sums = torch.zeros(6, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
@@ -386,7 +381,8 @@ class Evaluator:
                 values = _over_all_ids(p, q, normalization="full", size=shared, k=k)
             else:
                 own = given(inputs.support).masked(inputs.loss_mask)
-                values = _over_some_ids(own, [chosen[i] for i in indices] if chosen else None, k)
+                top = torch.cat([chosen[i][rollouts[i].trained] for i in indices])
+                values = _over_some_ids(own, top.to(own.token_ids.device))
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
@@ -412,31 +408,18 @@ def _kls_and_entropy(
 def _over_all_ids(
     student: Tensor, teacher: Tensor, *, normalization: Normalization, size: int, k: int
 ) -> Float[Tensor, "n 5"]:
-    """Return the KLs, the entropy and ``overlap`` of whole vocabularies with ``size`` shared ids.
-
-    What is beyond the shared ids is a bucket, which has no rank.
-    """
+    """Return KLs, entropy and ``overlap`` of all ids. The bucket beyond ``size`` has no rank."""
     p, q = student[:, :size], teacher[:, :size]
     agreed = overlap(p, q, in_top(p, k) & in_top(q, k), k)
     return torch.cat([_kls_and_entropy(student, teacher, normalization), agreed], dim=-1)
 
 
-def _over_some_ids(
-    support: Support, chosen: Sequence[Tensor] | None, k: int
-) -> Float[Tensor, "n 5"]:
-    """Return the same of a teacher's top ids and a tail; 0 for ``overlap`` without ``chosen``.
-
-    ``chosen`` are the student's own K ids of each rollout, [n, K].
-    """
-    p, q = support.student_logprobs, support.teacher_logprobs
-    values = _kls_and_entropy(p, q, "tail")
-    agreed = torch.zeros_like(values[:, :2])
-    if chosen is not None:
-        first = support.token_ids[:, :k]
-        own = torch.cat([*chosen]).to(first.device)
-        in_both = (first.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
-        agreed = overlap(p[:, :k], q[:, :k], in_both, k)
-    return torch.cat([values, agreed], dim=-1)
+def _over_some_ids(support: Support, chosen: Int[Tensor, "n k"]) -> Float[Tensor, "n 5"]:
+    """Return the same of a teacher's top ids and a tail. ``chosen`` are the student's own K ids."""
+    p, q, k = support.student_logprobs, support.teacher_logprobs, chosen.shape[1]
+    in_both = (support.token_ids[:, :k].unsqueeze(-1) == chosen.unsqueeze(-2)).any(-1)
+    agreed = overlap(p[:, :k], q[:, :k], in_both, k)
+    return torch.cat([_kls_and_entropy(p, q, "tail"), agreed], dim=-1)
 
 
 def overlap_size(engine: Engine, most: int) -> int:

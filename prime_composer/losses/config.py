@@ -142,24 +142,16 @@ class LossConfig(Table):
             raise TypeError(f"{cls.__name__}.needs_inputs {complaint}")
 
     @model_validator(mode="after")
-    def _clamp_has_a_divergence(self) -> "LossConfig":
-        own = bool(self.own_needs & OF_TEACHER) and self.channel != "replay"
-        if self.clamp is not None and (self.is_sum() or not own):
-            remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
-            raise ValueError(
-                f"clamp: type = {self.type!r} has no divergence per token from a teacher: {remedy}."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _stops_have_a_top_k(self) -> "LossConfig":
-        compared = bool(self.own_needs & {"support", "hidden_states"})
-        if self.stops is not None and (self.is_sum() or not compared):
-            remedy = "set stops in the tables of its terms" if self.is_sum() else "leave it out"
-            raise ValueError(
-                f"stops: type = {self.type!r} asks no teacher for its top K, of which the "
-                f"probabilities of the stops are summed: {remedy}."
-            )
+    def _has_what_its_modifiers_change(self) -> "LossConfig":
+        of_teacher = self.own_needs & OF_TEACHER if self.channel != "replay" else frozenset()
+        for key, has, what in (
+            ("clamp", of_teacher, "no divergence per token from a teacher"),
+            ("stops", of_teacher - {"ref_logprobs"}, "no top K of a teacher, of which they are"),
+        ):
+            if getattr(self, key) is not None and (self.is_sum() or not has):
+                sum_of_terms = f"set {key} in the tables of its terms"
+                remedy = sum_of_terms if self.is_sum() else "leave it out"
+                raise ValueError(f"{key}: type = {self.type!r} has {what}: {remedy}.")
         return self
 
     @property
@@ -434,16 +426,13 @@ class SupportLossConfig(TopKLossConfig):
                 "normalization = 'renorm' with k = 1 is identically 0. "
                 "Use normalization = 'tail', or k of at least 2."
             )
-        if self.temperature != 1 and self.k != "full" and self.stops is not None:
-            raise ValueError(
-                f"temperature = {self.temperature} divides logits, and the mass of stops on a top "
-                "K has none: set k = 'full', or temperature = 1."
-            )
-        if self.temperature != 1 and self.k != "full" and self.normalization != "renorm":
+        masses = self.normalization != "renorm" or self.stops is not None
+        if self.temperature != 1 and self.k != "full" and masses:
             raise ValueError(
                 f"temperature = {self.temperature} divides logits, and normalization = "
-                f"{self.normalization!r} compares masses of the teacher's own distribution: set "
-                "k = 'full' or normalization = 'renorm', or temperature = 1."
+                f"{self.normalization!r} or stops compare masses of the teacher's own "
+                "distribution: set k = 'full' or normalization = 'renorm' without stops, or "
+                "temperature = 1."
             )
         return self
 

@@ -25,6 +25,7 @@ from prime_composer.contract import (
 )
 from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.losses.shared.stops import refuse_beyond
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Sample
 from prime_composer.step.states import check_states
@@ -73,11 +74,7 @@ def student_inputs(
     ref_logprobs = support = None
     selected_ids = labels.unsqueeze(-1)
     stops = torch.tensor(stop_ids, dtype=torch.long).expand(len(labels), -1)
-    if max(stop_ids, default=0) >= head.shape[0]:
-        raise ValueError(
-            f"loss.stops.ids has {max(stop_ids)}, and the student's head has {head.shape[0]} "
-            "entries: name ids of its tokenizer."
-        )
+    refuse_beyond(stop_ids, head.shape[0])
     if scores:
         ref_logprobs = torch.cat([one.ref_logprobs for one in scores])
         support_ids = torch.cat([one.token_ids for one in scores])
@@ -102,15 +99,14 @@ def student_inputs(
             known=None if known.all() else known.to(device),
         )
 
-    at_one = sampled = logprobs[:, 0]
-    tempered = None
+    sampled, tempered = logprobs[:, 0], None
     if temperature != 1:
         those = torch.cat([labels.unsqueeze(-1), stops], dim=-1).to(device)
         at_other = selected_logprobs(student.hidden, student.weight, those, temperature)
         sampled, tempered = at_other[:, 0], at_other[:, 1:]
     return LossInputs(
         trainer_logprobs=sampled,
-        untempered_logprobs=None if temperature == 1 else at_one,
+        untempered_logprobs=None if temperature == 1 else logprobs[:, 0],
         inference_logprobs=torch.cat(
             [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
         ).to(device),

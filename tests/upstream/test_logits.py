@@ -1,7 +1,6 @@
 """Student logits beside prime-rl's head: against float64, with one dense weight gradient."""
 
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,12 +164,10 @@ def test_support_logits_equal_a_full_log_softmax_in_float64(head, state, softcap
 STOPS = (3, 9)
 
 
-def stopping(state):
-    """Let the registered loss of the adapter have stops."""
-    config = SimpleNamespace(stop_ids=STOPS)
-    state.loss = SimpleNamespace(
-        objective=SimpleNamespace(config=config), compares=True, distils=True
-    )
+def stopping(state, stops=STOPS, distils=True):
+    """Let the adapter have a registered loss, with stops."""
+    objective = types.SimpleNamespace(config=types.SimpleNamespace(stop_ids=stops))
+    state.loss = types.SimpleNamespace(objective=objective, compares=True, distils=distils)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -199,8 +196,7 @@ def test_stops_are_beside_the_support_in_float64(head, state, softcap):
 
 def test_stop_beyond_the_head_names_the_key(head, state):
     """The message has both numbers."""
-    stopping(state)
-    state.loss.objective.config.stop_ids = (V,)
+    stopping(state, (V,))
     with pytest.raises(ValueError, match=rf"stops\.ids has {V}, .* {V} entries"):
         student(head, state, batch()[0], torch.randn(1, N, D))
 
@@ -372,7 +368,7 @@ def test_unscored_token_of_another_loss_is_no_error(state):
 
 def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
     """The loss of rewards and a teacher has no distillation tokens; rl weights say what it gets."""
-    state.loss = types.SimpleNamespace(compares=True, distils=False)
+    stopping(state, (), distils=False)
     micro_batch, _ = batch(masked=0)
     micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
     micro_batch["ref_kl_weights"] = None

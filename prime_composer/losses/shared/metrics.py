@@ -74,12 +74,11 @@ def overlap(
         |I| / K,    (1/|I|) sum_I p^(v) (log q^(v) - log p^(v)),    I = top K of p and top K of q
 
     ``in_both`` is I among m ids. p^ and q^ are renormalized within I, so that the advantage is
-    -KL(p^ || q^) / |I| in nats: never positive, 0 where both agree on I, and 0 for an empty I.
+    -KL(p^ || q^) / |I| in nats: 0 where both agree on I, and for an empty I.
 
-    Source: "Rethinking On-Policy Distillation of Large Language Models" (2026),
-    https://arxiv.org/abs/2604.13016, Eq. 6 and 7. The overlap is verl's ``overlap_ratio``
-    (verl-project/verl, pull request 6469). Its ``overlap_token_advantage`` is another number,
-    (1/|I|) sum_I q(v) (log p(v) - log q(v)) without renormalization.
+    Source: "Rethinking On-Policy Distillation" (2026), https://arxiv.org/abs/2604.13016, Eq. 6-7.
+    The overlap is verl's ``overlap_ratio`` (verl-project/verl, pull request 6469). Its
+    ``overlap_token_advantage`` is (1/|I|) sum_I q(v) (log p(v) - log q(v)), another number.
     """
     count = in_both.sum(-1)
     p, q = (torch.where(in_both, upcast(x), IN_TAIL) for x in (student_logprobs, teacher_logprobs))

@@ -5,12 +5,11 @@ teacher log-prob may be -inf). The trainer's denominator still counts it, as wit
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
-from pydantic import BaseModel, Field, NonNegativeFloat, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
@@ -35,7 +34,51 @@ class Modifier(Table):
         raise NotImplementedError
 
 
-class SpecialTokenMask(Modifier):
+class TokenModifier(Modifier):
+    """Knobs of a modifier of some tokens, which a recipe names by id or by text."""
+
+    table: ClassVar[str]  # its key
+    texts_key: ClassVar[str]  # that of the texts, each of which is one token
+
+    ids: tuple[NonNegativeInt, ...] = ()
+    """Ids of the tokens."""
+
+    @model_validator(mode="after")
+    def _names_a_token(self) -> "TokenModifier":
+        if not self.ids and not getattr(self, self.texts_key):
+            raise ValueError(
+                f"{self.table} names no token: set ids = [...] or {self.texts_key} = [...], or "
+                "leave the table out."
+            )
+        return self
+
+    def resolve(self, tokenizer: Any) -> "TokenModifier":
+        """Return the modifier with its texts as ``ids``."""
+        ids = list(self.ids)
+        for text in getattr(self, self.texts_key):
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+            encoded = list(getattr(encoded, "ids", encoded))
+            if len(encoded) != 1:
+                raise ValueError(
+                    f"{self.table}.{self.texts_key}: {text!r} is {len(encoded)} tokens {encoded} "
+                    "of this tokenizer, not one; name its parts one by one, "
+                    f"or give {self.table}.ids."
+                )
+            ids += encoded
+        return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), self.texts_key: ()})
+
+    @property
+    def resolved_ids(self) -> tuple[int, ...]:
+        """The ids, once each. Texts that are not among them yet are an error."""
+        if getattr(self, self.texts_key):
+            raise ValueError(
+                f"{self.table}.{self.texts_key} are not resolved to ids yet: "
+                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
+            )
+        return tuple(dict.fromkeys(self.ids))
+
+
+class SpecialTokenMask(TokenModifier):
     """Remove the tokens of a chat template (``<think>``, ``<|im_end|>``, EOS) from the loss.
 
     Student and teacher may share a tokenizer and still use its template differently. The teacher
@@ -45,32 +88,14 @@ class SpecialTokenMask(Modifier):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_ids"})
-
-    ids: tuple[int, ...] = ()
-    """Token ids to remove."""
+    table: ClassVar[str] = "special_tokens"
+    texts_key: ClassVar[str] = "strings"
 
     strings: tuple[str, ...] = ()
     """The same as text. Each has to be one token of the student's tokenizer."""
 
     occurrence: Literal["first", "all"] = "first"
     """Remove the first occurrence of each id in a response, or all of them."""
-
-    @model_validator(mode="after")
-    def _names_a_token(self) -> "SpecialTokenMask":
-        if not self.ids and not self.strings:
-            raise ValueError(
-                "special_tokens names no token: set ids = [...] or strings = [...], "
-                "or leave the table out."
-            )
-        return self
-
-    def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """Return the modifier with ``strings`` as ``ids``."""
-        ids = [
-            *self.ids,
-            *ids_of(self.strings, tokenizer, "special_tokens.strings", "special_tokens.ids"),
-        ]
-        return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), "strings": ()})
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the inputs without these tokens, and metrics of what was removed.
@@ -79,14 +104,9 @@ class SpecialTokenMask(Modifier):
         ``special_tokens/signal`` is the mean |A| of the mask's tokens, and
         ``special_tokens/removed_signal`` what the removed ones contribute to it.
         """
-        if self.strings:
-            raise ValueError(
-                "special_tokens.strings are not resolved to ids yet: "
-                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
-            )
         mask, token_ids = inputs.loss_mask, given(inputs.token_ids)
         # One comparison per id: a tensor of the ids would need a copy to the device, and a wait.
-        hits = torch.stack([token_ids.eq(token) for token in self.ids]) & mask
+        hits = torch.stack([token_ids.eq(token) for token in self.resolved_ids]) & mask
         if self.occurrence == "first":
             earlier = hits.long().cumsum(-1) - hits.long()
             hits = hits & (earlier == at_segment_start(earlier, inputs.segment_ids))
@@ -174,21 +194,6 @@ class PositionWeights(Modifier):
             if inputs.loss_weights is not None:
                 weights = weights * inputs.loss_weights
         return dataclasses.replace(inputs, loss_weights=weights), metrics
-
-
-def ids_of(texts: Iterable[str], tokenizer: Any, key: str, instead: str) -> list[int]:
-    """Return the ids of texts under a key, each of which has to be one token."""
-    ids: list[int] = []
-    for text in texts:
-        encoded = tokenizer.encode(text, add_special_tokens=False)
-        encoded = list(getattr(encoded, "ids", encoded))
-        if len(encoded) != 1:
-            raise ValueError(
-                f"{key}: {text!r} is {len(encoded)} tokens {encoded} of this tokenizer, not one; "
-                f"name its parts one by one, or give {instead}."
-            )
-        ids += encoded
-    return ids
 
 
 def segment_starts(segment_ids: Int[Tensor, " seq"]) -> Bool[Tensor, " seq"]:

@@ -9,15 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import (
-    Logits,
-    SampledText,
-    Scores,
-    StopLogprobs,
-    Support,
-    TwoHeads,
-    given,
-)
+from prime_composer.contract import Logits, SampledText, Scores, StopLogprobs, Support, TwoHeads
 from prime_composer.full_vocabulary import compare
 from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
@@ -283,18 +275,13 @@ class MicroBatch:
         if not self.stop_ids:
             return None
         if heads is None:
-            own = given(self.student)[part, self.k :] + trainer_logprobs.unsqueeze(1)
+            assert self.student is not None
+            own = self.student[part, self.k :] + trainer_logprobs.unsqueeze(1)
             return StopLogprobs(self.stop_ids, own)
-        trained = self._tensors["loss_mask"][0][part]
-        sampled = trained & is_in(self.input_ids[part], self.stop_ids)
-        device = trainer_logprobs.device
-        ids = torch.tensor(self.stop_ids, device=device).expand(len(sampled), -1)
-        own = compare(heads.masked(sampled.to(device)), _of_student, ids=ids)
+        trained, columns = self._tensors["loss_mask"][0][part], [*self.stop_ids]
+        sampled = (trained & is_in(self.input_ids[part], self.stop_ids)).to(trainer_logprobs.device)
+        own = compare(heads.masked(sampled), lambda log_p, _, **__: log_p[:, columns])
         return StopLogprobs(self.stop_ids, own)
-
-
-def _of_student(log_p: Tensor, _: Tensor, ids: Tensor, **__: Any) -> Tensor:
-    return log_p.gather(1, ids)
 
 
 def without_student(model: Any) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.contract import Logits
+from prime_composer.losses.shared.stops import refuse_beyond
 from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
 from prime_composer.upstream.trainer.batches import MicroBatch, refuse_sampling_mask
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
@@ -123,11 +124,7 @@ def _rows(
     length = batch.input_ids.shape[0]
     # The entry of an id that the head lacks is replaced, whichever row is read for it.
     ids = torch.roll(batch.support.token_ids.clamp(0, vocab_size - 1), -1, 0)
-    if max(batch.stop_ids, default=0) >= vocab_size:
-        raise ValueError(
-            f"stops.ids has {max(batch.stop_ids)}, and the student's head has {vocab_size} "
-            "entries: name ids of its tokenizer."
-        )
+    refuse_beyond(batch.stop_ids, vocab_size)
     ids = torch.cat([ids, torch.tensor(batch.stop_ids, dtype=torch.long).expand(length, -1)], 1)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
