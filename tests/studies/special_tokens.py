@@ -87,8 +87,8 @@ MODELS = ("teacher.prepare.sft_steps=900", "student.prepare.sft_steps=900")
 """The models that the results above were measured with."""
 
 END = "<|endoftext|>"
-OTHER = "<|user|>"
-"""The teacher's end, which the student never writes."""
+OTHER = "~"
+"""The other teacher's end, one token that neither problems nor answers have."""
 LOG_PLANTED = -20.0
 LOSSES = {
     "sampled": '{type = "sampled_reverse_kl", k = 16MASK}',
