@@ -49,13 +49,13 @@ out does not help: the student writes them because it does not end.
 
 The other teacher ends by a token of its own, which has the true end's probability. With both ends
 in ``[loss.stops]`` each seed ends as with the true teacher, to a point of accuracy. Same settings,
-models of a third processor; seeds 0 to 4, where no other number is named:
+models of a third processor; seeds 0 to 4, or the first 3 or 4 ("of"):
 
     loss         teacher  mask               accuracy  cut off  true KL      end growth  loops
     sampled      true     no      78.1% (74.0%-81.5%)     0.1%    0.111  9.7e-01   0.65   0.6%
-    sampled      other    end     79.3% (74.5%-82.5%)     0.2%    0.101  2.1e-09   0.67   0.5%  3 seeds
+    sampled      other    end     79.3% (74.5%-82.5%)     0.2%    0.101  2.1e-09   0.67   0.5%  of 3
     sampled      other    stops   78.5% (75.0%-81.5%)     0.1%    0.112  2.1e-09   0.65   0.6%
-    tail K = 16  true     no      87.9% (87.0%-88.5%)     0.0%    0.046  9.7e-01   0.67   0.4%  4 seeds
+    tail K = 16  true     no      87.9% (87.0%-88.5%)     0.0%    0.046  9.7e-01   0.67   0.4%  of 4
     tail K = 16  other    stops   87.7% (87.0%-88.5%)     0.0%    0.047  2.1e-09   0.64   0.3%
 
 No run of the other teacher without mask or stops was finished. Stops leave the warning as it is.
