@@ -79,6 +79,9 @@ OF_MODIFIERS = {
     "special_tokens/removed": "share of tokens that are taken out",
     "special_tokens/signal": "mean |log q - log p| of all tokens",
     "special_tokens/removed_signal": "what the removed tokens contribute to it",
+    "stops/sampled": "share of tokens that are one of the stops",
+    "stops/student": "the student's probability of all stops where one was sampled",
+    "stops/teacher": "the teacher's; what its top K lists, and the sampled one",
     "repetition/tokens": "share of tokens in repetitions",
     "position_weights/mean": "mean weight of a token",
 }
@@ -136,6 +139,10 @@ OF_AN_EVALUATION = {
     "eval/forward_kl": "KL(teacher ‖ student) on the same tokens",
     "eval/entropy": "the student's entropy",
     "eval/kl_ids": "K, where these KLs are of the teacher's top K and a tail: lower bounds",
+    "eval/overlap": "share of the student's K most probable ids that are among the teacher's; K of "
+    "the loss, or 16",
+    "eval/overlap_advantage": "on the shared ids, mean of p (log q - log p) after renormalization: "
+    "0 where both agree on them",
     "eval/truncated": "share of answers that are cut",
     "eval/failed": "share of tasks that failed",
     "teacher/{}": "the same scores of the teacher's own answers, once",

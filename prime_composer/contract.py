@@ -91,6 +91,7 @@ class TwoHeads:
     teacher_weights: Float[Tensor, "n k"] | None = None  # rows add up to 1; None: one teacher
     temperature: float = 1.0  # divides the logits of both sides. No factor T^2 compensates it.
     mask: Bool[Tensor, " n"] | None = None  # True at the rows that count, [n]; None: all rows
+    merged: tuple[int, ...] = ()  # ids that are one outcome, at the place of the first of them
 
     @property
     def sides(self) -> tuple[Logits, ...]:
@@ -359,6 +360,14 @@ class SampledText(NamedTuple):
     places: Int[Tensor, " seq"]  # the index of each token of the inputs among them
 
 
+class StopLogprobs(NamedTuple):
+    """Log p at ids that end an answer, [seq, m] each, with the gradient."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Float[Tensor, "seq m"]  # at temperature 1, wherever that is known
+    tempered: Float[Tensor, "seq m"] | None = None  # at the sampling temperature, if another
+
+
 @dataclass(eq=False)
 class LossInputs:
     """Inputs of a loss, for one sequence or for several that are packed one after the other.
@@ -388,6 +397,7 @@ class LossInputs:
             and 2i + 1 the rejected response of pair i. None without pairs.
         untempered_logprobs: log p at temperature 1, [seq], with the gradient. None where that is
             ``trainer_logprobs``, and inside prime-rl, whose trainer has the other alone.
+        stops: log p at the ids of the loss's ``Stops``. None without them.
     """
 
     trainer_logprobs: Float[Tensor, " seq"]
@@ -404,6 +414,7 @@ class LossInputs:
     balance: Float[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
     untempered_logprobs: Float[Tensor, " seq"] | None = None
+    stops: StopLogprobs | None = None
 
     @property
     def own_logprobs(self) -> Float[Tensor, " seq"]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_composer.contract import Logits, LossInputs, Support, TwoHeads
+from prime_composer.contract import Logits, LossInputs, StopLogprobs, Support, TwoHeads
 from prime_composer.losses import LOSS_TYPES, LossConfig
 
 # Losses ---------------------------------------------------------------------------------------
@@ -65,10 +65,21 @@ def packed_inputs(
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
         balance=torch.rand(seq, generator=g, dtype=torch.float64).to(dtype) + 0.5,
+        stops=stop_logprobs(config.stop_ids, log_p, leaf),
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
         if "replay" in config.needs
         else None,
     )
+
+
+def stop_logprobs(
+    ids: tuple[int, ...], log_p: Tensor, leaf: Callable[[Tensor], Tensor]
+) -> StopLogprobs | None:
+    """Return the student's log-probs at the stops of a loss, at two temperatures."""
+    if not ids:
+        return None
+    tempered = (0.8 * log_p).log_softmax(-1)
+    return StopLogprobs(ids, leaf(log_p[:, [*ids]]), leaf(tempered[:, [*ids]]))
 
 
 def identity_heads(student_logits: Tensor, teacher_logits: Tensor) -> TwoHeads:
@@ -106,6 +117,7 @@ def student_leaves(inputs: LossInputs) -> list[Tensor]:
         inputs.hidden_states.student.hidden,
     ]
     leaves += [x for x in [inputs.hidden_states.student.weight] if x.requires_grad]
+    leaves += [] if inputs.stops is None else [inputs.stops.logprobs, inputs.stops.tempered]
     return leaves + (student_leaves(inputs.replay) if inputs.replay else [])
 
 
@@ -128,6 +140,9 @@ def mapped(inputs: LossInputs, change: Callable[[Any], Any], **changed: Any) -> 
     )
     values["hidden_states"] = with_hidden(inputs.hidden_states, change)
     values["replay"] = inputs.replay and mapped(inputs.replay, change, **changed)
+    values["stops"] = inputs.stops and StopLogprobs(
+        inputs.stops.token_ids, change(inputs.stops.logprobs), change(inputs.stops.tempered)
+    )
     return LossInputs(**{**values, **changed})
 
 
@@ -163,6 +178,9 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     others = iter(b.hidden_states.sides if b.hidden_states else ())
     values["hidden_states"] = with_hidden(a.hidden_states, lambda x: cat(x, next(others).hidden))
     values["replay"] = a.replay and concatenated(a.replay, b.replay)
+    values["stops"] = a.stops and StopLogprobs(
+        a.stops.token_ids, *map(cat, a.stops[1:], b.stops[1:])
+    )
     return LossInputs(**values)
 
 
@@ -193,6 +211,8 @@ def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
         ),
         hidden_states=with_hidden(inputs.hidden_states, spoiled),
         replay=inputs.replay and with_garbage(inputs.replay, *garbage),
+        stops=inputs.stops
+        and StopLogprobs(inputs.stops.token_ids, *map(spoiled, inputs.stops[1:])),
     )
 
 

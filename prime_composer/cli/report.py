@@ -108,6 +108,9 @@ def outcome_table(
         for name, shown_name in environments.items():
             if f"{REVERSE_KL}/{name}" in after:
                 add_reverse_kl(f"  {shown_name}", f"/{name}")
+    if "eval/overlap" in after:
+        shares = [percent(one.get("eval/overlap")) for one in (before, after)]
+        table.add_row("overlap of both top K", MISSING, *shares)
     return table
 
 

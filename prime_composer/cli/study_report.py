@@ -218,6 +218,7 @@ QUANTITIES = SCORES | {
     ),
     "forward_kl": Quantity("eval/forward_kl", "forward KL", number),
     "entropy": Quantity("eval/entropy", "entropy", number),
+    "overlap": Quantity("eval/overlap", "overlap of both top K", percent),
     "top1pct": Quantity(
         "signal_top1pct",
         "top 1% of tokens hold",

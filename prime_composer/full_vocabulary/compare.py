@@ -29,8 +29,9 @@ def compare(
 ) -> Float[Tensor, "n ..."]:
     """Return a divergence of student and teachers over the whole vocabulary, per row.
 
-    One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary. All else takes
-    blocks of tokens. Both are six matrix products, and two more for each further teacher.
+    One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary. All else, and
+    ``TwoHeads.merged``, takes blocks of tokens. Both are six matrix products, and two more for each
+    further teacher.
 
     ``divergence`` takes log p and log q, [block, V] each, and ``normalization``. It returns one
     number per row, or one row of numbers. The ids are those that every head has, and where some
@@ -50,7 +51,7 @@ def compare(
             own = {k: v[index] if isinstance(v, Tensor) else v for k, v in knobs.items()}
             rows.append(index)
         way = IN_PARTS.get(divergence)
-        if group.teacher_weights is None:
+        if group.teacher_weights is None and not group.merged:
             way = KERNELS.get(divergence, way)
         if way is not None:
             values.append(way(group, **own))

@@ -4,14 +4,14 @@ Forward and backward both make the distributions of a block of tokens, [block, V
 products. The head's gradient is added up in place.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from prime_composer.contract import TwoHeads
+from prime_composer.contract import IN_TAIL, TwoHeads
 from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums, Plan, Side
 
 LOGITS = {"cpu": 2**24, "cuda": 2**25}  # Most of one side in a block, per device type
@@ -28,12 +28,26 @@ Divergence = Callable[[slice, Tensor, Tensor], Tensor]  # Of rows, log p and log
 def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
     """Return a divergence of two heads per row, [n, ...]. All rows of the heads count."""
     student = heads.student
+    if heads.merged:
+        divergence = _of_merged(divergence, heads.merged)
     widest = max(side.size for side in heads.sides)
     plan = Plan(heads, tokens_of(student.hidden.device.type, widest), CHUNK)
     values: Tensor = _ByTokenBlocks.apply(
         plan, divergence, student.hidden, student.weight, student.bias
     )
     return values
+
+
+def _of_merged(divergence: Divergence, ids: Sequence[int]) -> Divergence:
+    """Return a divergence to which some ids are one outcome, at the place of the first."""
+
+    def merged(log_probs: Tensor) -> Tensor:
+        index = torch.tensor(ids, device=log_probs.device)
+        whole = log_probs[:, index].logsumexp(1, keepdim=True)
+        rest = torch.full_like(log_probs[:, : len(ids) - 1], IN_TAIL)
+        return log_probs.index_copy(1, index, torch.cat([whole, rest], 1))
+
+    return lambda rows, log_p, log_q: divergence(rows, merged(log_p), merged(log_q))
 
 
 def tokens_of(kind: str, size: int) -> int:

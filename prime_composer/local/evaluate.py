@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
-from prime_composer.contract import given
+from prime_composer.contract import Support, given
 from prime_composer.divergences import Normalization, entropy, forward_kl, reverse_kl
 from prime_composer.environments.episodes import EnvironmentFailed, Episode
 from prime_composer.environments.tasks import Task, parts_of
@@ -20,6 +20,7 @@ from prime_composer.local.answers import KEPT, Answer
 from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.losses.shared.metrics import in_top, overlap
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import total_score
@@ -30,9 +31,12 @@ from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_prompt import OwnPromptScorer
+from prime_composer.teachers.policy import students_choice
 from prime_composer.teachers.tape.scorer import NotOnTape
 
 FULL_VOCABULARY_UP_TO = 8192  # Largest that ``kl_support = "auto"`` measures in full
+
+OVERLAP = 16  # K of the overlap where the loss has none, as in the paper of ``overlap``
 
 COUNTS = ("turns", "tool_calls")  # What is counted per rollout of an environment by id
 
@@ -65,6 +69,7 @@ class DivergenceSums(NamedTuple):
     entropy: list[float] | None  # the student's. None where only a top K is compared.
     tokens: list[float]  # how many tokens were summed; 0 where no teacher could read the rollout
     support: int | Literal["full"]  # K of the sums, or "full"
+    overlap: tuple[list[float], list[float]] | None  # ``overlap``; None where no top K is exact
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ class Evaluator:
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
         bounds, and the entropy is left out. On a top K of a mixture they are no bounds
         (``backends.mixture.mix``).
+
+        ``eval/overlap`` and ``eval/overlap_advantage`` are means of ``overlap`` for the loss's K or
+        16: in the whole vocabulary, and on the top K of one teacher with the student's tokenizer.
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         if not problems:
@@ -128,6 +136,10 @@ class Evaluator:
                 measured["eval/forward_kl"] = sum(sums.forward_kl) / sum(tokens)
                 if sums.entropy is not None:
                     measured["eval/entropy"] = sum(sums.entropy) / sum(tokens)
+                if sums.overlap is not None:
+                    shares, advantages = sums.overlap
+                    measured["eval/overlap"] = sum(shares) / sum(tokens)
+                    measured["eval/overlap_advantage"] = sum(advantages) / sum(tokens)
                 names = self.problems.problem_set.names
                 measured |= mean_by_environment(
                     "eval/reverse_kl", names, problems, sums.reverse_kl, tokens
@@ -366,29 +378,39 @@ class Evaluator:
         with_own = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
         places = [place for place, one in zip(places, with_own, strict=True) if one is not None]
         samples = [one for one in with_own if one is not None]
-        sums = torch.zeros(4, len(problems), dtype=torch.float64)
+        shared = min(self.engine.head_sizes)
+        k = overlap_size(self.engine, shared if support == "full" else support)
+        several = any(len(teachers.routing.of(sample.problem)) > 1 for sample in samples)
+        exact = full or not (several or self.engine.tokenizer_pairs)
+        rollouts = [sample.rollout for sample in samples]
+        chosen = [] if full else students_choice(self.engine.model, rollouts, k, shared)
+        sums = torch.zeros(6, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             segments = given(inputs.segment_ids)
             if hidden:
-                values = compare(given(inputs.hidden_states), _kls_and_entropy)
+                values = compare(given(inputs.hidden_states), _over_all_ids, size=shared, k=k)
+            elif full:
+                own = given(inputs.support).masked(inputs.loss_mask)
+                p, q = own.student_logprobs, own.teacher_logprobs
+                values = _over_all_ids(p, q, normalization="full", size=shared, k=k)
             else:
                 own = given(inputs.support).masked(inputs.loss_mask)
-                values = _kls_and_entropy(
-                    own.student_logprobs,
-                    own.teacher_logprobs,
-                    normalization="full" if full else "tail",
-                )
+                top = torch.cat([chosen[i][rollouts[i].trained] for i in indices])
+                values = _over_some_ids(own, top.to(own.token_ids.device))
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
-        reverse, forward, entropies, tokens = sums.tolist()
-        return DivergenceSums(reverse, forward, entropies if full else None, tokens, support)
+        reverse, forward, entropies, shares, advantages, tokens = sums.tolist()
+        agreed = (shares, advantages) if exact else None
+        return DivergenceSums(
+            reverse, forward, entropies if full else None, tokens, support, agreed
+        )
 
 
 def _kls_and_entropy(
-    student: Tensor, teacher: Tensor, *, normalization: Normalization
+    student: Tensor, teacher: Tensor, normalization: Normalization
 ) -> Float[Tensor, "n 3"]:
     """Return KL(p || q), KL(q || p) and the entropy of p per token."""
     values = (
@@ -397,6 +419,30 @@ def _kls_and_entropy(
         entropy(student, normalization),
     )
     return torch.stack(values, dim=-1)
+
+
+def _over_all_ids(
+    student: Tensor, teacher: Tensor, *, normalization: Normalization, size: int, k: int
+) -> Float[Tensor, "n 5"]:
+    """Return KLs, entropy and ``overlap`` of all ids. The bucket beyond ``size`` has no rank."""
+    p, q = student[:, :size], teacher[:, :size]
+    agreed = overlap(p, q, in_top(p, k) & in_top(q, k), k)
+    return torch.cat([_kls_and_entropy(student, teacher, normalization), agreed], dim=-1)
+
+
+def _over_some_ids(support: Support, chosen: Int[Tensor, "n k"]) -> Float[Tensor, "n 5"]:
+    """Return the same of a teacher's top ids and a tail. ``chosen`` are the student's own K ids."""
+    p, q, k = support.student_logprobs, support.teacher_logprobs, chosen.shape[1]
+    in_both = (support.token_ids[:, :k].unsqueeze(-1) == chosen.unsqueeze(-2)).any(-1)
+    agreed = overlap(p[:, :k], q[:, :k], in_both, k)
+    return torch.cat([_kls_and_entropy(p, q, "tail"), agreed], dim=-1)
+
+
+def overlap_size(engine: Engine, most: int) -> int:
+    """Return K of the measured overlap: the loss's, or ``OVERLAP``, and ``most`` at most."""
+    request = engine.loss.support
+    size = OVERLAP if request is None or request.k == "full" else request.k
+    return min(size, most)
 
 
 def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:

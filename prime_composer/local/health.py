@@ -60,9 +60,8 @@ SIGNS = {
         "rollout/repeated",
         True,
         "{:.1%} of the rollouts end in a repetition",
-        "if rollout/end_teacher is near 0, leave the token that ends an answer out of the loss "
-        "with [loss.special_tokens]; otherwise lower trainer.lr, or leave the repetition out with "
-        "[loss.repetition]",
+        "if rollout/end_teacher is near 0, name the ends of both models in [loss.stops]; otherwise "
+        "lower trainer.lr, or leave the repetition out with [loss.repetition]",
     ),
     "truncated": Sign(
         "rollout/student_truncated",
@@ -93,8 +92,8 @@ SIGNS = {
         "rollout/end_teacher",
         False,
         "the teacher gives the tokens that end the student's answers a probability of {:.2g}",
-        "one of the models ends its answers by another token: train the student on answers in the "
-        "teacher's format first, or leave that token out of the loss with [loss.special_tokens]",
+        "one of the models ends its answers by another token: name the ends of both in "
+        "[loss.stops], or train the student on answers in the teacher's format first",
     ),
 }
 """Each limit of ``[checks.collapse]``."""

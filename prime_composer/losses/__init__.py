@@ -2,7 +2,7 @@
 
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
 ``[loss.position_weights]``, ``[loss.rl_mix]``. Those that compare with a teacher take
-``[loss.clamp]`` too.
+``[loss.clamp]`` too, and those with a top K or the whole vocabulary ``[loss.stops]``.
 
 A new loss is one new file that registers itself, and one import below. A loss outside the package
 needs neither: name it as ``type = "my_package.my_module:my_loss"``.

@@ -24,6 +24,7 @@ from prime_composer.losses.shared.modifiers import (
     RepetitionMask,
     SpecialTokenMask,
 )
+from prime_composer.losses.shared.stops import Stops
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]  # What a loss learns from
@@ -109,6 +110,9 @@ class LossConfig(Table):
     special_tokens: SpecialTokenMask | None = None
     """Removes the tokens of a chat template from the loss."""
 
+    stops: Stops | None = None
+    """Compares ids that end an answer as one outcome."""
+
     clamp: SoftClamp | None = None
     """Bounds the loss's own value of a token."""
 
@@ -138,13 +142,16 @@ class LossConfig(Table):
             raise TypeError(f"{cls.__name__}.needs_inputs {complaint}")
 
     @model_validator(mode="after")
-    def _clamp_has_a_divergence(self) -> "LossConfig":
-        own = bool(self.own_needs & OF_TEACHER) and self.channel != "replay"
-        if self.clamp is not None and (self.is_sum() or not own):
-            remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
-            raise ValueError(
-                f"clamp: type = {self.type!r} has no divergence per token from a teacher: {remedy}."
-            )
+    def _has_what_its_modifiers_change(self) -> "LossConfig":
+        of_teacher = self.own_needs & OF_TEACHER if self.channel != "replay" else frozenset()
+        for key, has, what in (
+            ("clamp", of_teacher, "no divergence per token from a teacher"),
+            ("stops", of_teacher - {"ref_logprobs"}, "no top K of a teacher, of which they are"),
+        ):
+            if getattr(self, key) is not None and (self.is_sum() or not has):
+                sum_of_terms = f"set {key} in the tables of its terms"
+                remedy = sum_of_terms if self.is_sum() else "leave it out"
+                raise ValueError(f"{key}: type = {self.type!r} has {what}: {remedy}.")
         return self
 
     @property
@@ -171,7 +178,7 @@ class LossConfig(Table):
     @final
     def modifiers(self) -> tuple[Modifier, ...]:
         """Modifiers of the inputs, in the order in which they apply."""
-        own = (self.repetition, self.special_tokens, self.position_weights)
+        own = (self.repetition, self.special_tokens, self.stops, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 
@@ -180,6 +187,14 @@ class LossConfig(Table):
     def modifier_needs(self) -> frozenset[str]:
         """Inputs that the modifiers need."""
         return frozenset(need for modifier in self.modifiers for need in modifier.needs)
+
+    @property
+    @final
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids at which ``LossInputs.stops`` are needed: those of the loss and of its terms."""
+        own = [part.loss.stop_ids for part in self.parts]
+        own += [] if self.stops is None else [self.stops.ids]
+        return tuple(sorted({i for ids in own for i in ids}))
 
     @property
     def channels(self) -> tuple[Part, ...]:
@@ -411,11 +426,13 @@ class SupportLossConfig(TopKLossConfig):
                 "normalization = 'renorm' with k = 1 is identically 0. "
                 "Use normalization = 'tail', or k of at least 2."
             )
-        if self.temperature != 1 and self.k != "full" and self.normalization != "renorm":
+        masses = self.normalization != "renorm" or self.stops is not None
+        if self.temperature != 1 and self.k != "full" and masses:
             raise ValueError(
                 f"temperature = {self.temperature} divides logits, and normalization = "
-                f"{self.normalization!r} compares masses of the teacher's own distribution: set "
-                "k = 'full' or normalization = 'renorm', or temperature = 1."
+                f"{self.normalization!r} or stops compare masses of the teacher's own "
+                "distribution: set k = 'full' or normalization = 'renorm' without stops, or "
+                "temperature = 1."
             )
         return self
 

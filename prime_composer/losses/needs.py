@@ -55,6 +55,7 @@ NEEDS: dict[str, dict[Host, str]] = {
         "trl": f"It has no rewards: leave rl_mix and RL losses out. {_ONE_MACHINE_HAS_IT}",
     },
     "token_ids": {"call": "Pass LossInputs.token_ids.", "prime_rl": START_ADAPTER},
+    "stops": {"call": "Pass LossInputs.stops, log p at its stop_ids.", "prime_rl": START_ADAPTER},
     "segment_ids": {
         "call": "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
         "(2i chosen, 2i + 1 rejected).",

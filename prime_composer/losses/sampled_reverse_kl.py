@@ -81,6 +81,7 @@ class SampledReverseKLLossConfig(LossConfig):
         {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
         {"mode": "signed", "baseline": "topk_kl", "k": "full"},
         {"mode": "signed", "clamp": {"limit": 0.5}},
+        {"stops": {"ids": [3, 5]}},
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )
     surrogate: ClassVar[bool] = True
@@ -114,7 +115,7 @@ class SampledReverseKLLossConfig(LossConfig):
     """Mode signed: vOPD's control variate from the teacher's top-K, which it then needs."""
 
     k: SupportSize = 32
-    """Teacher tokens per position for the baseline."""
+    """Teacher tokens per position for the baseline and for ``stops``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -138,11 +139,11 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, the advantages of v0.6, and the comparison of the baseline."""
+        """The teacher's log-prob, the advantages of v0.6, and the baseline's or stops' top K."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0.6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
-        if self.baseline:
+        if self.baseline or self.stops:
             needs.add("hidden_states" if self.k == "full" else "support")
         return frozenset(needs)
 
@@ -153,7 +154,7 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def support(self) -> SupportRequest | None:
-        """The teacher's k most probable tokens, for the baseline."""
+        """The teacher's k most probable tokens, for the baseline and for stops."""
         return SupportRequest(self.k) if "support" in self.needs else None
 
 

@@ -73,9 +73,10 @@ class SelfDistillationLossConfig(SupportLossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The sampled token's log-prob for ``sampled_reverse_kl``, otherwise the support."""
-        sampled = self.divergence == "sampled_reverse_kl"
-        return frozenset({"ref_logprobs" if sampled else self.comparison_need})
+        """The sampled token's log-prob for ``sampled_reverse_kl``, the support for all else."""
+        if self.divergence != "sampled_reverse_kl":
+            return frozenset({self.comparison_need})
+        return frozenset({"ref_logprobs", *([self.comparison_need] if self.stops else [])})
 
     @property
     def reads_sampler(self) -> bool:

@@ -40,6 +40,7 @@ class TopKReverseKLLossConfig(KLLossConfig):
         {"special_tokens": {"ids": [1, 2, 3]}},
         {"repetition": {"copies": 2, "tokens": 2}},
         {"special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
+        {"stops": {"ids": [3, 5]}, "k": 8},
         {"position_weights": {}},
         {"rl_mix": {"kd": 0.3}},
     )

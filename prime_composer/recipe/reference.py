@@ -65,7 +65,7 @@ def _loss_sections() -> Iterator[str]:
         f"The objective. `type` is one of {types}, or `my_package.my_module:my_loss` for a loss of "
         "your own. The modifiers `[loss.repetition]`, `[loss.special_tokens]`, "
         "`[loss.position_weights]` and `[loss.rl_mix]` work with every type, `[loss.clamp]` with "
-        "every one that compares with a teacher."
+        "every one that compares with a teacher, `[loss.stops]` with a top K or all ids of one."
     )
     shared = _knobs(SupportLossConfig)
     yield _section(SHARED, SupportLossConfig, shared, level=3)

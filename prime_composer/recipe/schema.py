@@ -349,7 +349,7 @@ class Recipe(Table):
     @property
     def provided_inputs(self) -> set[str]:
         """The inputs that the one-machine engine gives a loss under this recipe."""
-        provided = {"token_ids", "segment_ids", "balance"}
+        provided = {"token_ids", "segment_ids", "balance", "stops"}
         if self.has_teacher:
             provided |= {"ref_logprobs", "support", "hidden_states"}
         if self.rollout.group_size > 1:

@@ -185,7 +185,7 @@ def prepare_micro_batches(
     for indices in token_batches(lengths, config.micro_batch_tokens):
         with autocast(model, config.dtype):
             samples = [batch.samples[i] for i in indices]
-            inputs = student_inputs(model, samples, batch.temperature)
+            inputs = student_inputs(model, samples, batch.temperature, loss.config.stop_ids)
         if with_replay:
             inputs.replay = empty_pack(inputs)
         names = [f"rollout {i}" for i in indices]
@@ -202,7 +202,7 @@ def prepare_micro_batches(
         pack.loss_weights = torch.full_like(
             pack.trainer_logprobs.detach(), (batch.tokens or 1) / len(batch.pairs)
         )
-        inputs = empty_inputs(pack, loss.config.support_size)
+        inputs = empty_inputs(pack, loss.config.support_size, loss.config.stop_ids)
         inputs.replay = pack
         yield MicroBatch(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
 

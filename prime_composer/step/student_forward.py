@@ -17,6 +17,7 @@ from prime_composer.contract import (
     LossInputs,
     SampledText,
     Scores,
+    StopLogprobs,
     Support,
     TeacherHead,
     TwoHeads,
@@ -24,6 +25,7 @@ from prime_composer.contract import (
 )
 from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.losses.shared.stops import refuse_beyond
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Sample
 from prime_composer.step.states import check_states
@@ -36,7 +38,10 @@ def autocast(model: nn.Module, dtype: str) -> torch.autocast:
 
 
 def student_inputs(
-    model: nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+    model: nn.Module,
+    samples: Sequence[Sample],
+    temperature: float = 1.0,
+    stop_ids: Sequence[int] = (),
 ) -> LossInputs:
     """Run one forward over right-padded rollouts, and pack their trained tokens.
 
@@ -68,6 +73,8 @@ def student_inputs(
     scores = [_trained_scores(sample) for sample in samples if sample.scores is not None]
     ref_logprobs = support = None
     selected_ids = labels.unsqueeze(-1)
+    stops = torch.tensor(stop_ids, dtype=torch.long).expand(len(labels), -1)
+    refuse_beyond(stop_ids, head.shape[0])
     if scores:
         ref_logprobs = torch.cat([one.ref_logprobs for one in scores])
         support_ids = torch.cat([one.token_ids for one in scores])
@@ -81,7 +88,9 @@ def student_inputs(
         own = given(ref_logprobs)
         computed = _by_hidden_states(both, labels.to(device), own.to(device))
         check_states(computed, own, heads, partial(place_of, samples))
-    logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
+    with_stops = torch.cat([selected_ids, stops], dim=-1).to(device)
+    logprobs = selected_logprobs(student.hidden, student.weight, with_stops)
+    logprobs, of_stops = logprobs.split([selected_ids.shape[-1], len(stop_ids)], dim=-1)
     if selected_ids.shape[-1] > 1:
         support = Support(
             token_ids=support_ids.to(device),
@@ -90,15 +99,14 @@ def student_inputs(
             known=None if known.all() else known.to(device),
         )
 
-    at_one = sampled = logprobs[:, 0]
+    sampled, tempered = logprobs[:, 0], None
     if temperature != 1:
-        ids_of_labels = labels.unsqueeze(-1).to(device)
-        sampled = selected_logprobs(student.hidden, student.weight, ids_of_labels, temperature)[
-            :, 0
-        ]
+        those = torch.cat([labels.unsqueeze(-1), stops], dim=-1).to(device)
+        at_other = selected_logprobs(student.hidden, student.weight, those, temperature)
+        sampled, tempered = at_other[:, 0], at_other[:, 1:]
     return LossInputs(
         trainer_logprobs=sampled,
-        untempered_logprobs=None if temperature == 1 else at_one,
+        untempered_logprobs=None if temperature == 1 else logprobs[:, 0],
         inference_logprobs=torch.cat(
             [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
         ).to(device),
@@ -108,6 +116,7 @@ def student_inputs(
         hidden_states=both,
         token_ids=labels.to(device),
         sampled=_sampled_text(samples, ids, trained, device),
+        stops=StopLogprobs(tuple(stop_ids), of_stops, tempered) if stop_ids else None,
         **_of_sequences(samples, trained.sum(dim=1), device),
     )
 
@@ -206,7 +215,9 @@ def _trained_scores(sample: Sample) -> Scores:
     return replace(given(sample.scores), hidden=()).rows(sample.rollout.trained)
 
 
-def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
+def empty_inputs(
+    like: LossInputs, support_size: int | Literal["full"], stop_ids: Sequence[int] = ()
+) -> LossInputs:
     """Return inputs without a token, in the graph of ``like``."""
     none = like.trainer_logprobs[:0]
     detached = none.detach()
@@ -223,4 +234,5 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
         balance=detached,
+        stops=StopLogprobs(tuple(stop_ids), none.unsqueeze(-1).expand(0, len(stop_ids))),
     )

@@ -7,7 +7,9 @@ from prime_composer.losses import LOSS_TYPES, LossConfig, parse_loss, require
 from prime_composer.losses.needs import PROVIDERS
 from prime_composer.recipe import RecipeError, load_recipe
 
-AVAILABLE = frozenset({"ref_logprobs", "support", "hidden_states", "token_ids", "segment_ids"})
+AVAILABLE = frozenset(
+    {"ref_logprobs", "support", "hidden_states", "token_ids", "segment_ids", "stops"}
+)
 """Inputs of a loss that are computed from trl's batch and a teacher."""
 
 PROVIDER = PROVIDERS["trl"]

@@ -309,8 +309,9 @@ def _refuse_sampling_replay(config: Any, name: str) -> None:
 
 
 def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict[str, Any]:
-    """Return the loss table with special tokens as ids: the trainer's loss has no tokenizer."""
-    if '"strings"' not in json.dumps(table):  # at any depth: channels have modifiers of their own
+    """Return the loss table with its tokens' texts as ids: the trainer's loss has no tokenizer."""
+    text = json.dumps(table)  # at any depth: channels have modifiers of their own
+    if '"strings"' not in text and '"texts"' not in text:
         return table
     from transformers import AutoTokenizer
 

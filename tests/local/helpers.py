@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import Rollout
@@ -183,3 +184,18 @@ def save_padded(folder: Path, extra: int, target: Path) -> Path:
             weight[size:] = 1.1 * weight[twins]
     model.save_pretrained(target)
     return target
+
+
+def plain_overlap(log_p: Tensor, log_q: Tensor, k: int, shared: int) -> tuple[float, float]:
+    """Return overlap and advantage per token, by sets of the ids that both have, in float64."""
+    shares, advantages = [], []
+    for of_p, of_q in zip(log_p.double().tolist(), log_q.double().tolist(), strict=True):
+        tops = [sorted(enumerate(x), key=lambda one: -one[1])[:k] for x in (of_p[:shared], of_q)]
+        common = {i for i, _ in tops[0]} & {i for i, _ in tops[1]}
+        p, q = ([math.exp(x[i]) for i in common] for x in (of_p, of_q))
+        terms = [
+            a / sum(p) * math.log(b / sum(q) / (a / sum(p))) for a, b in zip(p, q, strict=True)
+        ]
+        shares.append(len(common) / k)
+        advantages.append(sum(terms) / max(1, len(common)))
+    return sum(shares) / len(shares), sum(advantages) / len(shares)

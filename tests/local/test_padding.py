@@ -44,7 +44,7 @@ from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import VOCAB, run, save_padded, tiny_models
+from tests.local.helpers import VOCAB, plain_overlap, run, save_padded, tiny_models
 from tests.vllm_process import QUICK, TeacherProcess
 
 Raw = Callable[..., dict[str, Any]]
@@ -275,6 +275,13 @@ def test_evaluation_of_any_pair_equals_plain_float64(
     expected = {"eval/reverse_kl": kl(p, q).mean(), "eval/forward_kl": kl(q, p).mean()}
     if top is None:
         expected["eval/entropy"] = torch.special.entr(p).sum(-1).mean()
+    sides = zip(*(Plain(engine, recipe).logprobs(one)[:2] for one in rollouts), strict=True)
+    log_p, log_q = map(torch.cat, sides)
+    shared = min(log_p.shape[1], log_q.shape[1])
+    among = log_q[:, :shared] if top is None else log_q
+    expected["eval/overlap"], expected["eval/overlap_advantage"] = plain_overlap(
+        log_p, among, min(recipe.loss.k, top or shared), shared
+    )
     for name, value in expected.items():
         assert measured[name] == pytest.approx(float(value), abs=2e-5), name
 

@@ -26,7 +26,7 @@ from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.output_head import teacher_head
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import VOCAB, random_samples, run, sample, tiny_models
+from tests.local.helpers import VOCAB, plain_overlap, random_samples, run, sample, tiny_models
 from tests.local.test_several_teachers import open_run, raw
 
 Raw = Callable[..., dict[str, Any]]
@@ -327,5 +327,23 @@ def test_evaluation_measures_both_kls_and_entropy(tiny_recipe: Raw) -> None:
         "eval/forward_kl": (q * (log_q - log_p)).sum(-1).mean(),
         "eval/entropy": -(p * log_p).sum(-1).mean(),
     }
+    k = min(recipe.loss.k, VOCAB)
+    expected["eval/overlap"], expected["eval/overlap_advantage"] = plain_overlap(
+        log_p, log_q, k, VOCAB
+    )
     for name, value in expected.items():
         assert measured[name] == pytest.approx(float(value), abs=1e-5), name
+
+
+@pytest.mark.parametrize(("share", "support"), [(1, 12), (3, 12), (3, "full")])
+def test_overlap_is_measured_where_both_top_k_are_known(share: int, support: Any) -> None:
+    """A mixture's top K is none of its teachers', and its whole vocabulary is exact."""
+    table = raw(eval__kl_size=4, eval__kl_support=support, loss__type="sampled_reverse_kl")
+    names = {"long": 1} if share == 1 else {"short": 1, "long": share}
+    table["environments"]["sums"]["teacher"] = table["environments"]["chains"]["teacher"] = names
+    recipe, engine = open_run(table)
+    with engine:
+        measured = Evaluator.of_recipe(engine, recipe).student()
+    assert ("eval/overlap" in measured) == (share == 1 or support == "full")
+    if "eval/overlap" in measured:
+        assert 0 < measured["eval/overlap"] <= 1 and measured["eval/overlap_advantage"] <= 0

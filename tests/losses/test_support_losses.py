@@ -11,7 +11,13 @@ from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.losses.shared.metrics import support_metrics, top_share, topk_overlap_min
+from prime_composer.losses.shared.metrics import (
+    in_top,
+    overlap,
+    support_metrics,
+    top_share,
+    topk_overlap_min,
+)
 from tests.builders import VOCAB, identity_heads, packed_inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -315,6 +321,25 @@ def test_the_least_overlap_of_a_sharp_student_is_the_overlap():
     assert topk_overlap_min(double([0.9, 0.05, 0.03, 0.0101]).log()).item() == 1.0
     # Outside, .5: it may hold one token of .5, ten of .05, or fifty of .01.
     assert topk_overlap_min(double([0.4, 0.06, 0.03, 0.01]).log()).item() == pytest.approx(1 / 4)
+
+
+def test_overlap_is_that_of_plain_sets():
+    """Worked by hand: shares of the top K, and minus KL / |I| of what is renormalized there."""
+    p, q = (0.5, 0.3, 0.12, 0.08), (0.4, 0.1, 0.45, 0.05)
+    log_p, log_q = double([p, p, p]).log(), double([q, q, p]).log()
+    both = in_top(log_p, 2) & in_top(log_q, 2)
+    assert both.tolist() == [[True, False, False, False]] * 2 + [[True, True, False, False]]
+    assert overlap(log_p, log_q, both, 2).tolist() == [[0.5, 0], [0.5, 0], [1, 0]]
+    first = [(x / 0.92, y / 0.95) for x, y in zip(p[:3], q[:3], strict=True)]
+    expected = sum(x * math.log(y / x) for x, y in first) / 3
+    both = in_top(log_p, 3) & in_top(log_q, 3)
+    assert overlap(log_p, log_q, both, 3)[0].tolist() == pytest.approx([1, expected], rel=1e-12)
+
+
+def test_overlap_without_a_shared_id_is_zero():
+    """Nothing is NaN there, nor where a teacher rules ids out."""
+    log_p, log_q = double([[0.9, 0.1, 0.0]]).log(), double([[0.0, 0.0, 1.0]]).log()
+    assert overlap(log_p, log_q, in_top(log_p, 1) & in_top(log_q, 1), 1).tolist() == [[0, 0]]
 
 
 def test_a_missing_score_of_a_trained_token_makes_the_sum_nan():

@@ -47,6 +47,37 @@ def test_student_inputs_pack_the_trained_tokens(student: tuple[Any, Any]) -> Non
     torch.testing.assert_close(inputs.trainer_logprobs[2:], expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_student_inputs_have_logprobs_at_the_stops(
+    student: tuple[Any, Any], temperature: float, k: int
+) -> None:
+    """At 1 and at the sampling temperature, of every trained token; what else there is stays."""
+    samples = random_samples([(3, 2), (2, 4)], k=k)
+    inputs = student_inputs(student[0], samples, temperature, stop_ids=(4, 11))
+    with torch.no_grad():
+        logits = torch.cat(
+            [
+                student[0](s.rollout.token_ids[None]).logits[0, s.rollout.start - 1 : -1]
+                for s in samples
+            ]
+        )
+    expected = logits.log_softmax(-1)[:, [4, 11]]
+    assert inputs.stops.token_ids == (4, 11)
+    torch.testing.assert_close(inputs.stops.logprobs, expected, rtol=0, atol=2e-5)
+    if temperature == 1:
+        assert inputs.stops.tempered is None
+    else:
+        tempered = (logits / temperature).log_softmax(-1)[:, [4, 11]]
+        torch.testing.assert_close(inputs.stops.tempered, tempered, rtol=0, atol=2e-5)
+    plain = student_inputs(student[0], samples, temperature)
+    torch.testing.assert_close(inputs.trainer_logprobs, plain.trainer_logprobs)
+    if k:
+        torch.testing.assert_close(inputs.support.student_logprobs, plain.support.student_logprobs)
+    with pytest.raises(ValueError, match=r"stops\.ids has 999999"):
+        student_inputs(student[0], samples, stop_ids=(4, 999_999))
+
+
 LOOP = [5, 6, 7, *[8, 9] * 20]
 
 

@@ -1,8 +1,10 @@
 """Measure what a special token that the teacher never writes costs, and what the mask restores.
 
-    python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--set KEY=VALUE ...]
+    python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--teachers true other]
+        [--set KEY=VALUE ...]
 
 "mask" says what leaves the loss: nothing, the first end of text of an answer, or its repeated end.
+With "stops" nothing leaves it, and both ends are one outcome.
 "end" is the teacher's mean probability of the end of text where the student wrote it in the first
 step, "growth" and "loops" are `rollout/growth` and `rollout/repeated` of the last one, and "warned"
 is the step of the first warning by `LIMITS`.
@@ -45,6 +47,19 @@ table it restored all.
 The teacher's probability of the end of text says so from the first step on. To leave repeated ends
 out does not help: the student writes them because it does not end.
 
+The other teacher ends by a token of its own, which has the true end's probability. With both ends
+in ``[loss.stops]`` each seed ends as with the true teacher, to a point of accuracy. Same settings,
+models of a third processor; seeds 0 to 4, or the first 3 or 4 ("of"):
+
+    loss         teacher  mask               accuracy  cut off  true KL      end growth  loops
+    sampled      true     no      78.1% (74.0%-81.5%)     0.1%    0.111  9.7e-01   0.65   0.6%
+    sampled      other    end     79.3% (74.5%-82.5%)     0.2%    0.101  2.1e-09   0.67   0.5%  of 3
+    sampled      other    stops   78.5% (75.0%-81.5%)     0.1%    0.112  2.1e-09   0.65   0.6%
+    tail K = 16  true     no      87.9% (87.0%-88.5%)     0.0%    0.046  9.7e-01   0.67   0.4%  of 4
+    tail K = 16  other    stops   87.7% (87.0%-88.5%)     0.0%    0.047  2.1e-09   0.64   0.3%
+
+No run of the other teacher without mask or stops was finished. Stops leave the warning as it is.
+
 One token in about 16 has three fifths of |A|, and trains the sampled token's student never to stop.
 The tail loss is less sensitive. The token is not among the teacher's 16, so the mass of the bucket
 is compared, not e^-20.
@@ -85,17 +100,28 @@ MODELS = ("teacher.prepare.sft_steps=900", "student.prepare.sft_steps=900")
 """The models that the results above were measured with."""
 
 END = "<|endoftext|>"
+OTHER = "~"
+"""The other teacher's end, one token that neither problems nor answers have."""
 LOG_PLANTED = -20.0
 LOSSES = {
-    "sampled": '{type = "sampled_reverse_kl"MASK}',
+    "sampled": '{type = "sampled_reverse_kl", k = 16MASK}',
     "tail K = 16": '{type = "topk_reverse_kl", k = 16MASK}',
 }
 MASKS = {
     "no": "",
     "end": f', special_tokens = {{strings = ["{END}"]}}',
     "loops": ", repetition = {}",
+    "stops": f', stops = {{texts = ["{END}", "{OTHER}"]}}',
 }
-"""What is left out of the loss: the end of text, or the repeated end of an answer."""
+"""What is left out of the loss: the end of text, or the repeated end of an answer; or what is one
+outcome."""
+
+ROWS = {
+    "true": ("no",),
+    "planted": ("no", "end", "loops"),
+    "other": ("no", "end", "stops"),
+}
+"""Teacher -> what is tried with it."""
 
 LIMITS = "checks.collapse={end = 0.01, truncated = 0.5, repeated = 0.25, steps = 3}"
 
@@ -124,14 +150,28 @@ def plant(scores: Scores, sampled: torch.Tensor, token: int, k: int) -> Scores:
     )
 
 
+def move(scores: Scores, sampled: torch.Tensor, token: int, other: int, k: int) -> Scores:
+    """The scores of a teacher that ends by ``other`` where the true one does by ``token``, whose
+    probability is e^-20."""
+    q = scores.teacher_logprobs
+    at_token = scores.token_ids == token
+    log_q = torch.where(at_token, q, -torch.inf).logsumexp(-1)
+    ref = torch.where(sampled == other, log_q.clamp(min=LOG_PLANTED), scores.ref_logprobs)
+    return Scores(
+        torch.where(sampled == token, LOG_PLANTED, ref),
+        torch.where(at_token, other, scores.token_ids)[:, :k],
+        q[:, :k],
+    )
+
+
 class PlantedScorer:
-    """A scorer whose teacher never writes ``token``; full-vocabulary scores, which measure the KL,
-    stay the true ones."""
+    """A scorer whose teacher never writes ``token``, or writes ``other`` in its place;
+    full-vocabulary scores, which measure the KL, stay the true ones."""
 
     gives_any_ids = True
 
-    def __init__(self, inner: Scorer, token: int):
-        self.inner, self.token = inner, token
+    def __init__(self, inner: Scorer, token: int, other: int | None = None):
+        self.inner, self.token, self.other = inner, token, other
 
     @property
     def limits(self) -> Limits:
@@ -151,17 +191,17 @@ class PlantedScorer:
         if support_size == "full":
             return self.inner.score(rollouts, "full", prompts, **asked)
         true = self.inner.score(rollouts, support_size + 1, prompts, **asked)
-        return [
-            plant(one, r.token_ids[r.start :], self.token, support_size)
-            for one, r in zip(true, rollouts, strict=True)
-        ]
+        asked = [(one, r.token_ids[r.start :]) for one, r in zip(true, rollouts, strict=True)]
+        if self.other is not None:
+            return [move(*one, self.token, self.other, support_size) for one in asked]
+        return [plant(*one, self.token, support_size) for one in asked]
 
     def close(self) -> None:
         self.inner.close()
 
 
 def run(
-    loss: str, planted: bool, seed: int, steps: int, more: Sequence[str] = ()
+    loss: str, teacher: str, seed: int, steps: int, more: Sequence[str] = ()
 ) -> tuple[list[dict[str, float]], list[int]]:
     """Return the records of one run, and the steps in which it warned of a collapse."""
     overrides = [
@@ -182,9 +222,10 @@ def run(
 
     def open_planted(spec: BackendSpec, status: Callable[[str], None]) -> Scorer:
         tokenizer = load_tokenizer(spec.model)
-        return PlantedScorer(true_scorer(spec, status), tokenizer.convert_tokens_to_ids(END))
+        end, other = tokenizer.convert_tokens_to_ids([END, OTHER])
+        return PlantedScorer(true_scorer(spec, status), end, other if teacher == "other" else None)
 
-    opening.open_scorer = open_planted if planted else true_scorer
+    opening.open_scorer = true_scorer if teacher == "true" else open_planted
     try:
         with tempfile.TemporaryDirectory() as folder:
             display = Silent()
@@ -203,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--teachers", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     print(
@@ -210,13 +252,10 @@ def main() -> None:
         f"{'top 1%':>8} {'removed':>8} {'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
     )
     for name, loss in LOSSES.items():
-        for planted, mask in ((False, "no"), *((True, mask) for mask in MASKS)):
+        for teacher, mask in ((one, mask) for one in args.teachers for mask in ROWS[one]):
             knobs = loss.replace("MASK", MASKS[mask])
-            runs = [run(knobs, planted, s, args.steps, args.overrides) for s in args.seeds]
-            print(
-                f"{name:12} {'planted' if planted else 'true':8} {mask:5} {row(runs, args.steps)}",
-                flush=True,
-            )
+            runs = [run(knobs, teacher, s, args.steps, args.overrides) for s in args.seeds]
+            print(f"{name:12} {teacher:8} {mask:5} {row(runs, args.steps)}", flush=True)
 
 
 def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]], steps: int) -> str:

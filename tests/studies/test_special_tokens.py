@@ -42,6 +42,18 @@ def test_plant_keeps_the_proportions_of_other_tokens() -> None:
     )
 
 
+def test_moved_end_is_another_token_with_its_probability() -> None:
+    """In the top K and as the sampled token; the others keep theirs."""
+    tokens = torch.tensor([END, 4])
+    rollout = Rollout(tokens, torch.tensor([True, True]), torch.zeros(2), "stop", 0)
+    (moved,) = PlantedScorer(FullScorer(), END, other=4).score([rollout], 3)
+    torch.testing.assert_close(moved.token_ids, torch.tensor([[0, 4, 2], [4, 0, 2]]))
+    expected = torch.tensor([[0.5, 0.3, 0.1], [0.7, 0.2, 0.05]], dtype=torch.float64)
+    torch.testing.assert_close(moved.teacher_logprobs.exp(), expected)
+    assert moved.ref_logprobs[0] == -20
+    torch.testing.assert_close(float(moved.ref_logprobs[1].exp()), 0.7)
+
+
 def test_planted_scorer_measures_with_the_true_teacher() -> None:
     rollout = Rollout(torch.tensor([END, 3]), torch.tensor([True, True]), torch.zeros(2), "stop", 0)
     (true,) = PlantedScorer(FullScorer(), END).score([rollout], "full")

@@ -37,6 +37,7 @@ LOSSES: dict[str, dict[str, Any]] = {
             "far": {"loss": {"type": "topk_forward_kl", "k": 4}, "weight": 0.3},
         },
     },
+    "stops": {"type": "sampled_reverse_kl", "k": 8, "stops": {"ids": [5, 9]}},
 }
 
 
@@ -138,6 +139,16 @@ def test_loss_and_gradient_are_the_engines(make_trainer, name):
     )
     assert value == pytest.approx(metrics["loss"], rel=1e-4)
     assert_close(own, gradients(model))
+
+
+def test_texts_of_stops_are_ids_of_the_students_tokenizer(make_trainer):
+    """And those of the mask of special tokens."""
+    texts = ["w1"]
+    table = {"type": "topk_reverse_kl", "stops": {"texts": texts, "ids": [5]}}
+    trainer = make_trainer({**table, "special_tokens": {"strings": texts}})
+    (end,) = trainer.processing_class.encode(texts[0], add_special_tokens=False)
+    assert trainer.loss_config.stops.ids == (5, end)
+    assert trainer.loss_config.special_tokens.ids == (end,)
 
 
 def test_jsd_of_whole_vocabularies_is_its_formula(make_trainer):

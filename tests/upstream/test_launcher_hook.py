@@ -115,18 +115,20 @@ def test_resolve_writes_special_tokens_as_ids(monkeypatch):
     assert AdapterSettings.from_env().teachers_mixed
 
 
-def test_resolve_writes_ids_in_nested_tables(monkeypatch):
+@pytest.mark.parametrize("key,texts", [("special_tokens", "strings"), ("stops", "texts")])
+def test_resolve_writes_ids_in_nested_tables(monkeypatch, key, texts):
     """Each channel of a sum has modifiers of its own."""
     transformers = types.ModuleType("transformers")
     tokenizer = types.SimpleNamespace(encode=lambda text, add_special_tokens: [42])
     transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
-    channel = {"type": "sampled_reverse_kl", "special_tokens": {"strings": ["<think>"]}}
+    channel = {"type": "sampled_reverse_kl", key: {texts: ["<think>"]}}
     table = {"type": "compose", "distillation": {"a": {"weight": 1.0, "loss": channel}}}
     launcher_hook.resolve(launcher_config(table))
     settings = AdapterSettings.from_env()
-    assert parse_loss_table(settings.loss).distillation["a"].loss.special_tokens.ids == (42,)
-    assert settings.loss["distillation"]["a"]["loss"]["special_tokens"]["strings"] == []
+    loss = parse_loss_table(settings.loss).distillation["a"].loss
+    assert getattr(loss, key).ids == (42,)
+    assert settings.loss["distillation"]["a"]["loss"][key][texts] == []
 
 
 @pytest.mark.parametrize(

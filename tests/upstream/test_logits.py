@@ -161,6 +161,46 @@ def test_support_logits_equal_a_full_log_softmax_in_float64(head, state, softcap
     torch.testing.assert_close(head.weight.grad, w.grad.float(), rtol=1e-4, atol=1e-4)
 
 
+STOPS = (3, 9)
+
+
+def stopping(state, stops=STOPS, distils=True):
+    """Let the adapter have a registered loss, with stops."""
+    objective = types.SimpleNamespace(config=types.SimpleNamespace(stop_ids=stops))
+    state.loss = types.SimpleNamespace(objective=objective, compares=True, distils=distils)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_stops_are_beside_the_support_in_float64(head, state, softcap):
+    """The student's log-probs of them, with the gradient; one may be the label or listed."""
+    type(head).softcap = softcap
+    stopping(state)
+    micro_batch, top = batch()
+    micro_batch["input_ids"][0, 5:9] = STOPS[0]
+    hidden = torch.randn(1, N, D, requires_grad=True)
+    mask, weights = micro_batch["loss_mask"][0], torch.randn(N, K + len(STOPS))
+    _, logprobs = student(head, state, micro_batch, hidden)
+    state.micro_batch.place([logprobs])
+    fields = state.aligned(logprobs)
+    support, stops = fields["support"], fields["stops"]
+    assert stops.token_ids == STOPS and torch.equal(support.token_ids, top.long())
+    ours = torch.cat([support.student_logprobs, stops.logprobs], 1)
+    (ours * weights)[mask].sum().backward()
+    wide = torch.cat([top.long(), torch.tensor(STOPS).expand(N, -1)], 1)
+    theirs, _, h, w = in_float64(head, micro_batch, wide, hidden)
+    (theirs * weights)[mask].sum().backward()
+    torch.testing.assert_close(ours[mask], theirs[mask].float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(hidden.grad, h.grad.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.weight.grad, w.grad.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_stop_beyond_the_head_names_the_key(head, state):
+    """The message has both numbers."""
+    stopping(state, (V,))
+    with pytest.raises(ValueError, match=rf"stops\.ids has {V}, .* {V} entries"):
+        student(head, state, batch()[0], torch.randn(1, N, D))
+
+
 @pytest.mark.parametrize("elements", [1, 3 * D, 7 * D, D * K * N])
 def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch, elements):
     type(head).softcap = None
@@ -328,7 +368,7 @@ def test_unscored_token_of_another_loss_is_no_error(state):
 
 def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
     """The loss of rewards and a teacher has no distillation tokens; rl weights say what it gets."""
-    state.loss = types.SimpleNamespace(compares=True, distils=False)
+    stopping(state, (), distils=False)
     micro_batch, _ = batch(masked=0)
     micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
     micro_batch["ref_kl_weights"] = None

@@ -186,6 +186,7 @@ def test_plain_launcher_refuses_a_loss_with_a_support(trainer, name):
     [
         ({"type": "dpo"}, "replay|segment_ids"),
         ({**SAMPLED, "special_tokens": {"ids": [1]}}, "token_ids"),
+        ({**SAMPLED, "stops": {"ids": [1]}}, "stops|support"),
     ],
 )
 def test_plain_launcher_refuses_inputs_it_cannot_provide(trainer, table, need):

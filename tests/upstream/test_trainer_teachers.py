@@ -248,6 +248,29 @@ def test_whole_vocabulary_equals_plain_float64(monkeypatch, output, entries, sof
     torch.testing.assert_close(own, q.log()[rows - 1].gather(1, labels)[:, 0], atol=1e-5, rtol=0)
 
 
+def test_stops_of_the_whole_vocabulary_are_those_of_the_heads(monkeypatch, output):
+    """Log p of the sampled ones, with the gradient; the loss is that of plain float64."""
+    tensors = micro_batch()
+    ids = tensors["input_ids"][0]
+    stops = sorted({int(ids[TRAINED[1]]), (int(ids[TRAINED[1]]) + 1) % V})
+    loss = {**FULL, "stops": {"ids": stops}}
+    state = hook(monkeypatch, loss, ONE)
+    state.batch_came([tensors])
+    head, hidden = output().double(), torch.randn(1, 12, D, dtype=torch.float64, requires_grad=True)
+    found = step(state, head, hidden, tensors)
+    sampled = torch.isin(ids, torch.tensor(stops)) & tensors["loss_mask"][0]
+    own = torch.cat([one.stops.logprobs for one in found])
+    kept = sampled[: len(own)]
+    own[kept].sum().backward()
+    plain = hidden.detach().clone().requires_grad_()
+    log_p = (plain[0] @ head.weight.detach().T).log_softmax(-1)[:, stops]
+    rows = kept.nonzero()[:, 0]
+    assert len(rows) and found[0].stops.token_ids == tuple(stops)
+    log_p[rows - 1].sum().backward()
+    torch.testing.assert_close(own[rows], log_p[rows - 1].detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(hidden.grad, plain.grad, atol=1e-9, rtol=1e-9)
+
+
 def test_whole_vocabulary_of_a_batch_without_tokens_has_no_loss(monkeypatch, output):
     """prime-rl fills ranks up with such batches. Their backward is a collective too."""
     tensors = micro_batch()

@@ -48,6 +48,8 @@ def reference(result):
     file = result["folder"] / "sequences.json"
     file.write_text(json.dumps(sequences))
     update = whole_run.last_update(result)
-    broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=whole_run.step_of)
+    broadcast = max(
+        (result["folder"] / "outputs").rglob("broadcasts/step_*"), key=whole_run.step_of
+    )
     words = result["models"] / "student", K, file, broadcast
     return json.loads(whole_run.script(result["python"], "reference.py", *words)), update

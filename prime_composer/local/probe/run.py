@@ -392,6 +392,7 @@ def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) 
             "set prompt.chat_template = true."
         )
     masked: set[int | str] = set() if mask is None else {*mask.ids, *mask.strings}
+    masked |= set() if loss.stops is None else {*loss.stops.ids, *loss.stops.texts}
     for token in teacher.special_tokens:
         # https://arxiv.org/abs/2603.25562.
         improbable = token.teacher_probability < IMPROBABLE * token.student_probability

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, Mean, Support, given
+from prime_composer.contract import IN_TAIL, LossInputs, Mean, Support, given
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
 from prime_composer.losses.shared.reductions import masked_sum
 
@@ -55,6 +55,35 @@ def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor,
     others = torch.exp((log_tail - ranked).clamp(max=80.0))
     rank = torch.arange(k, device=ranked.device, dtype=ranked.dtype)
     return (rank + others < k).to(ranked.dtype).mean(-1)
+
+
+def in_top(logprobs: Float[Tensor, "*pos v"], k: int) -> Bool[Tensor, "*pos v"]:
+    """Return which ids are among the K most probable ones."""
+    chosen = logprobs.topk(min(k, logprobs.shape[-1])).indices
+    return torch.zeros_like(logprobs, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def overlap(
+    student_logprobs: Float[Tensor, "*pos m"],
+    teacher_logprobs: Float[Tensor, "*pos m"],
+    in_both: Bool[Tensor, "*pos m"],
+    k: int,
+) -> Float[Tensor, "*pos 2"]:
+    """Return how far both agree on their K most probable ids: overlap, and advantage on it.
+
+        |I| / K,    (1/|I|) sum_I p^(v) (log q^(v) - log p^(v)),    I = top K of p and top K of q
+
+    ``in_both`` is I among m ids. p^ and q^ are renormalized within I, so that the advantage is
+    -KL(p^ || q^) / |I| in nats: 0 where both agree on I, and for an empty I.
+
+    Source: "Rethinking On-Policy Distillation" (2026), https://arxiv.org/abs/2604.13016, Eq. 6-7.
+    The overlap is verl's ``overlap_ratio`` (verl-project/verl, pull request 6469). Its
+    ``overlap_token_advantage`` is (1/|I|) sum_I q(v) (log p(v) - log q(v)), another number.
+    """
+    count = in_both.sum(-1)
+    p, q = (torch.where(in_both, upcast(x), IN_TAIL) for x in (student_logprobs, teacher_logprobs))
+    divergence = kl_terms(p.log_softmax(-1), q.log_softmax(-1)).sum(-1)
+    return torch.stack([count / k, -divergence / count.clamp(min=1)], dim=-1)
 
 
 def support_metrics(

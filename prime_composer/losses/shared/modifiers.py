@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
-from pydantic import BaseModel, Field, NonNegativeFloat, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
@@ -25,12 +25,60 @@ class Modifier(Table):
 
     needs: ClassVar[frozenset[str]] = frozenset()  # inputs that it reads
 
+    def resolve(self, tokenizer: Any) -> "Modifier":
+        """Return the modifier with texts of tokens as ids, by transformers or tokenizers."""
+        return self
+
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the changed inputs, and the modifier's metrics."""
         raise NotImplementedError
 
 
-class SpecialTokenMask(Modifier):
+class TokenModifier(Modifier):
+    """Knobs of a modifier of some tokens, which a recipe names by id or by text."""
+
+    table: ClassVar[str]  # its key
+    texts_key: ClassVar[str]  # that of the texts, each of which is one token
+
+    ids: tuple[NonNegativeInt, ...] = ()
+    """Ids of the tokens."""
+
+    @model_validator(mode="after")
+    def _names_a_token(self) -> "TokenModifier":
+        if not self.ids and not getattr(self, self.texts_key):
+            raise ValueError(
+                f"{self.table} names no token: set ids = [...] or {self.texts_key} = [...], or "
+                "leave the table out."
+            )
+        return self
+
+    def resolve(self, tokenizer: Any) -> "TokenModifier":
+        """Return the modifier with its texts as ``ids``."""
+        ids = list(self.ids)
+        for text in getattr(self, self.texts_key):
+            encoded = tokenizer.encode(text, add_special_tokens=False)
+            encoded = list(getattr(encoded, "ids", encoded))
+            if len(encoded) != 1:
+                raise ValueError(
+                    f"{self.table}.{self.texts_key}: {text!r} is {len(encoded)} tokens {encoded} "
+                    "of this tokenizer, not one; name its parts one by one, "
+                    f"or give {self.table}.ids."
+                )
+            ids += encoded
+        return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), self.texts_key: ()})
+
+    @property
+    def resolved_ids(self) -> tuple[int, ...]:
+        """The ids, once each. Texts that are not among them yet are an error."""
+        if getattr(self, self.texts_key):
+            raise ValueError(
+                f"{self.table}.{self.texts_key} are not resolved to ids yet: "
+                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
+            )
+        return tuple(dict.fromkeys(self.ids))
+
+
+class SpecialTokenMask(TokenModifier):
     """Remove the tokens of a chat template (``<think>``, ``<|im_end|>``, EOS) from the loss.
 
     Student and teacher may share a tokenizer and still use its template differently. The teacher
@@ -40,39 +88,14 @@ class SpecialTokenMask(Modifier):
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_ids"})
-
-    ids: tuple[int, ...] = ()
-    """Token ids to remove."""
+    table: ClassVar[str] = "special_tokens"
+    texts_key: ClassVar[str] = "strings"
 
     strings: tuple[str, ...] = ()
     """The same as text. Each has to be one token of the student's tokenizer."""
 
     occurrence: Literal["first", "all"] = "first"
     """Remove the first occurrence of each id in a response, or all of them."""
-
-    @model_validator(mode="after")
-    def _names_a_token(self) -> "SpecialTokenMask":
-        if not self.ids and not self.strings:
-            raise ValueError(
-                "special_tokens names no token: set ids = [...] or strings = [...], "
-                "or leave the table out."
-            )
-        return self
-
-    def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """Return the modifier with ``strings`` as ``ids``, by transformers or tokenizers."""
-        ids = list(self.ids)
-        for string in self.strings:
-            encoded = tokenizer.encode(string, add_special_tokens=False)
-            encoded = list(getattr(encoded, "ids", encoded))
-            if len(encoded) != 1:
-                raise ValueError(
-                    f"special_tokens.strings: {string!r} is {len(encoded)} tokens {encoded} of "
-                    "this tokenizer, not one; name its parts one by one, "
-                    "or give special_tokens.ids."
-                )
-            ids += encoded
-        return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), "strings": ()})
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the inputs without these tokens, and metrics of what was removed.
@@ -81,14 +104,9 @@ class SpecialTokenMask(Modifier):
         ``special_tokens/signal`` is the mean |A| of the mask's tokens, and
         ``special_tokens/removed_signal`` what the removed ones contribute to it.
         """
-        if self.strings:
-            raise ValueError(
-                "special_tokens.strings are not resolved to ids yet: "
-                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
-            )
         mask, token_ids = inputs.loss_mask, given(inputs.token_ids)
         # One comparison per id: a tensor of the ids would need a copy to the device, and a wait.
-        hits = torch.stack([token_ids.eq(token) for token in self.ids]) & mask
+        hits = torch.stack([token_ids.eq(token) for token in self.resolved_ids]) & mask
         if self.occurrence == "first":
             earlier = hits.long().cumsum(-1) - hits.long()
             hits = hits & (earlier == at_segment_start(earlier, inputs.segment_ids))
@@ -212,14 +230,14 @@ def position_in_segment(
 
 
 def resolve(config: M, tokenizer: Any) -> M:
-    """Return a config with every ``special_tokens.strings`` in it turned into ids.
+    """Return a config with the texts of tokens in it turned into ids, at any depth.
 
     A string that is not exactly one token is a ``ValueError``.
     """
     changed: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if isinstance(value, SpecialTokenMask):
+        if isinstance(value, Modifier):
             changed[name] = value.resolve(tokenizer)
         elif isinstance(value, BaseModel):
             changed[name] = resolve(value, tokenizer)

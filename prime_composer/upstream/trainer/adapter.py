@@ -300,7 +300,8 @@ class Adapter:
         if self._answers is not None and self._teachers is not None and number is not None:
             take = self._answers.take
             questions = Questions(self._teachers, lambda: take(number))
-        self.micro_batch = MicroBatch(tensors, self.k, self._on_rl_tokens, questions)
+        stop_ids = () if self.loss is None else self.loss.objective.config.stop_ids
+        self.micro_batch = MicroBatch(tensors, self.k, self._on_rl_tokens, questions, stop_ids)
 
     def warn_of_temperature(self) -> None:
         """Say once that rollouts were sampled at a temperature at which the teacher is not."""

@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import Logits, SampledText, Scores, Support, TwoHeads
+from prime_composer.contract import Logits, SampledText, Scores, StopLogprobs, Support, TwoHeads
+from prime_composer.full_vocabulary import compare
+from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.tally import DOCTOR, SilentHook
@@ -45,11 +47,14 @@ class MicroBatch:
         k: int,
         on_rl_tokens: bool = False,
         questions: Questions | None = None,
+        stop_ids: tuple[int, ...] = (),
     ):
         self.k = k  # size of the support, 0 for none
         self.on_rl_tokens = on_rl_tokens  # compared with a teacher, not distillation tokens
         self.questions = questions  # the trainer's; None where the orchestrator asks
-        self.student: Tensor | None = None  # log p(id) - log p(label), [seq, k]; by the head
+        self.stop_ids = stop_ids  # of the loss's stops
+        # log p(id) - log p(label), [seq, k + stops]; by the head
+        self.student: Tensor | None = None
         self.head: Logits | None = None  # the student's, row t for token t + 1; by the head
         self.sequences: Sequence[Tensor] = ()  # of ``compute_loss``, in their packed order
         self._tensors = tensors  # prime-rl's micro-batch, each [1, seq]
@@ -183,6 +188,7 @@ class MicroBatch:
             "support": self._support(part, trainer_logprobs, model),
             "hidden_states": self._two_heads(part, model),
         }
+        fields["stops"] = self._stops(part, trainer_logprobs, fields["hidden_states"])
         if self.questions is not None and self.scores is not None:
             fields["ref_logprobs"] = self.scores.ref_logprobs[part].to(device)
         return fields
@@ -229,9 +235,24 @@ class MicroBatch:
         return Support(
             token_ids=scores.token_ids.to(device),
             teacher_logprobs=scores.teacher_logprobs.to(device),
-            student_logprobs=self.student[part] + trainer_logprobs.unsqueeze(1),
+            student_logprobs=self.student[part, : self.k] + trainer_logprobs.unsqueeze(1),
             known=None if known.all() else known.to(device),
         )
+
+    def _stops(
+        self, part: slice, trainer_logprobs: Tensor, heads: TwoHeads | None
+    ) -> StopLogprobs | None:
+        """Return log p of a sequence at the loss's stops; with two heads of sampled ones alone."""
+        if not self.stop_ids:
+            return None
+        if heads is None:
+            assert self.student is not None
+            own = self.student[part, self.k :] + trainer_logprobs.unsqueeze(1)
+            return StopLogprobs(self.stop_ids, own)
+        trained, columns = self._tensors["loss_mask"][0][part], [*self.stop_ids]
+        sampled = (trained & is_in(self.input_ids[part], self.stop_ids)).to(trainer_logprobs.device)
+        own = compare(heads.masked(sampled), lambda log_p, _, **__: log_p[:, columns])
+        return StopLogprobs(self.stop_ids, own)
 
 
 def without_student(model: Any) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.contract import Logits
+from prime_composer.losses.shared.stops import refuse_beyond
 from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
 from prime_composer.upstream.trainer.batches import MicroBatch, refuse_sampling_mask
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
@@ -80,7 +81,8 @@ def _beside(original: Any, fused: bool) -> Any:
         rows = _rows(state, batch, hidden_states, labels[0], given, vocab_size)
         if rows is None:
             out = run()
-            local = hidden_states.new_zeros((hidden_states.shape[1], batch.k), dtype=torch.float32)
+            size = hidden_states.shape[1], batch.k + len(batch.stop_ids)
+            local = hidden_states.new_zeros(size, dtype=torch.float32)
         else:
             weight, token = folded(self.weight, rows)
             # An instance attribute hides the parameter of the same name for this one call.
@@ -118,6 +120,8 @@ def _rows(
     length = batch.input_ids.shape[0]
     # The entry of an id that the head lacks is replaced, whichever row is read for it.
     ids = torch.roll(batch.support.token_ids.clamp(0, vocab_size - 1), -1, 0)
+    refuse_beyond(batch.stop_ids, vocab_size)
+    ids = torch.cat([ids, torch.tensor(batch.stop_ids, dtype=torch.long).expand(length, -1)], 1)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature

@@ -80,7 +80,7 @@ class LossContract:
         if adapter or not (self.separates_kinds and loss.compares_with_teacher):
             inputs.add("advantages")
         if adapter:
-            inputs |= {"support", "hidden_states", "token_ids"}
+            inputs |= {"support", "hidden_states", "token_ids", "stops"}
         return frozenset(inputs)
 
 

@@ -67,7 +67,9 @@ def compare(student, k, rows, dtype=torch.float64):
         for t in prompt if isinstance(prompt, list) else range(prompt, len(tokens)):
             p = p_all[i][t - 1]
             head, sampled_mass = mixed(
-                [(w, q_all[folder][i][t - 1 + later]) for folder, w in weights.items()], k, tokens[t]
+                [(w, q_all[folder][i][t - 1 + later]) for folder, w in weights.items()],
+                k,
+                tokens[t],
             )
             pairs = [(float(p[v]), q) for v, q in head.items()]
             within = sum(a * math.log(a / b) for a, b in pairs)
