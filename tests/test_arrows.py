@@ -57,7 +57,7 @@ OF_UPSTREAM = {
         "vllm_logprobs",
     },
     "teachers": {
-        *("client", "compatibility", "mixture", "own_tokenizer", "server"),
+        *("client", "compatibility", "mixture", "own_prompt", "own_tokenizer", "server"),
         *("tokenizer_pair", "watch"),
     },
     "step": {"states"},

@@ -187,10 +187,7 @@ def open_engine(
             _set_specs(engine, routing, spec, paths, samples, prompts)
             scorers = _open_scorers(engine, routing, resumes, status, opened)
             _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
-            _wrap_own_tokenizers(engine, routing, scorers, status)
-            scorers |= {
-                teacher: OwnPromptScorer(scorers[teacher], own) for teacher, own in prompts.items()
-            }
+            _wrap_own_readers(engine, routing, scorers, prompts, status)
             engine.teachers = Teachers(scorers, routing)
             if recipe.reference is not None:
                 engine.reward_scale = recipe.reference.reward_scale
@@ -368,13 +365,16 @@ def _open_tapes(
     scorers.update(in_order)  # mixtures add up in this order
 
 
-def _wrap_own_tokenizers(
+def _wrap_own_readers(
     engine: Engine,
     routing: Routing,
     scorers: dict[TeacherId, Scorer],
+    prompts: Mapping[TeacherId, TeacherPrompts],
     status: Callable[[str], None],
 ) -> None:
-    """Let teachers with tokenizers of their own score the student's tokens."""
+    """Let teachers with prompts or tokenizers of their own score the student's tokens."""
+    for teacher, own in prompts.items():
+        scorers[teacher] = OwnPromptScorer(scorers[teacher], own)
     for teacher, config in routing.teachers.items():
         if config.tokenizer == "own":
             status(f"comparing the tokenizers of student and {teacher.display}")

@@ -320,13 +320,13 @@ class Checks:
                 live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in self._scored_by(teacher)[:1]:
                 prompt = engine.problems.prompt(problem)
+                own = prompts_of(scorer, engine.problems)(problem)
                 if not isinstance(scorer, OwnTokenizerScorer):
                     # A longer one is cut or dropped in the run (`on_overflow`).
                     most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
-                    own = prompts_of(scorer, engine.problems)(problem)[: max(1, most)]
-                    prompt = prompt[: max(1, most)]
+                    prompt, own = prompt[: max(1, most)], own[: max(1, most)]
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
-                if isinstance(scorer, OwnPromptScorer):
+                if not isinstance(scorer, OwnTokenizerScorer):
                     rollout = behind(rollout, own)
                 asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
                 (scores,) = asked.score(

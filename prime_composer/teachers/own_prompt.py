@@ -377,7 +377,7 @@ def joined(
         ),
         None if first.known is None else torch.cat([one.all_known for one in parts])[rows],
         start,
-        None if scored.all() else scored,
+        None if scored.all() and all(one.scored is None for one in parts) else scored,
     )
 
 

@@ -29,6 +29,7 @@ from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import (  # noqa: E402
     STUDENT,
     TEACHER,
+    Prompts,
     own_recipe,
     rollout_of,
     wrapped,
@@ -67,9 +68,7 @@ def over(scorer, student_merges=STUDENT):
     teacher, student = wrapped(TEACHER), wrapped(student_merges)
     pair = make_pair(teacher, student, [teacher.eos_token_id], [], "teacher")
 
-    def prompts(ids):
-        return teacher.encode(student.decode(ids))
-
+    prompts = Prompts(lambda ids: teacher.encode(student.decode(ids)))
     return OwnTokenizerScorer(scorer, pair, prompts, len(student)), student
 
 
@@ -130,7 +129,7 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
 
     with serving(answer) as url, closing(ServerScorer(url)) as scorer:
         own = over(scorer)[0]
-        own.prompts = SimpleNamespace(teacher=teacher)
+        own.prompts = SimpleNamespace(tokenizer=teacher)
         with pytest.raises(PreflightError, match="no scoring plugin.*prime-composer teacher"):
             own.check([], 8, "error")
 

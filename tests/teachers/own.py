@@ -7,7 +7,7 @@ import torch
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
-from prime_composer.teachers.tokenizer_pair import make_pair
+from prime_composer.teachers.tokenizer_pair import PromptsAndTexts, make_pair
 from tests.cross_tokenizer.toys import END, byte_level
 from tests.tiny_qwen import make_model
 
@@ -24,6 +24,16 @@ TEACHER = [("a", "b"), ("ab", "c"), (" ", "a"), (" ", "b"), (" a", "b")]
 STUDENT = [("b", "c"), (" ", "c")]
 
 
+class Prompts(PromptsAndTexts):
+    """A teacher's prompts as a function of the student's."""
+
+    def __init__(self, read: Callable[[Any], list[int]]):
+        self._read = read
+
+    def __call__(self, prompt: Any) -> list[int]:
+        return self._read(prompt)
+
+
 def scorer_of(
     student_merges: list[tuple[str, str]], shift: int = 0, **options: Any
 ) -> tuple[OwnTokenizerScorer, Any]:
@@ -34,9 +44,10 @@ def scorer_of(
     model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
     pair = make_pair(teacher, student, [teacher.eos_token_id], [], "teacher")
 
-    def prompts(ids: Any) -> list[int]:
+    def read(ids: Any) -> list[int]:
         return [*teacher.encode("!" * shift), *teacher.encode(student.decode(ids))]
 
+    prompts = Prompts(read)
     inner = TransformersScorer(model)
     return OwnTokenizerScorer(inner, pair, prompts, len(student), **options), student
 

@@ -15,6 +15,7 @@ from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from tests.chat_models import (
     CHATML,
     TEXT_END,
@@ -277,3 +278,51 @@ def test_prompt_that_cannot_be_written_names_its_key(
         pair[name] = {key: value for key, value in merged.items() if value is not None}
     assert run(tmp_path, pair, "--dry-run") == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "json"])
+def test_served_teacher_is_asked_with_its_own_prompt(
+    tmp_path: Path, pair: dict[str, Any], plugin: bool
+) -> None:
+    """A server's scores are those of its model in this process, under the same prompt."""
+    pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+    from tests.faults.server import SpoilingServer
+
+    pair["teacher"]["prompt"] = {"system": SYSTEM}
+    with opened(pair) as engine:
+        problem, rollouts = sampled(engine)
+        assert engine.teachers is not None
+        expected = engine.teachers.score(rollouts, [problem] * 2, 8)
+    with SpoilingServer(Path(pair["teacher"]["model"]), plugin=plugin) as server:
+        pair["teacher"]["url"] = server.url
+        with opened(pair) as engine:
+            assert engine.teachers is not None
+            found = engine.teachers.score(rollouts, [problem] * 2, 8)
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        torch.testing.assert_close(one.teacher_logprobs, other.teacher_logprobs, atol=1e-4, rtol=0)
+
+
+def test_teacher_with_another_tokenizer_reads_its_own_prompt(
+    tmp_path: Path, pair: dict[str, Any]
+) -> None:
+    """Its system message is in what it reads, and the student's text follows."""
+    folder = tmp_path / "other"
+    tokenizer = make_tokenizer(special=["<|endoftext|>", "<|im_end|>", "<|im_start|>"])
+    pair["teacher"] = {"model": save_model(folder, tokenizer, [0, 1], 1), "tokenizer": "own"}
+    pair["teacher"]["prompt"] = {"system": SYSTEM, "prompt_template": "{question}"}
+    pair["data"]["limit"] = 8
+    with opened(pair) as engine:
+        problem, rollouts = sampled(engine)
+        assert engine.teachers is not None
+        (scorer,) = engine.teachers.scorers.values()
+        assert isinstance(scorer, OwnTokenizerScorer)
+        (reading, _) = scorer.readings(rollouts)
+        assert engine.teachers.score(rollouts, [problem] * 2, 4)[0].start == rollouts[0].start
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": problem.question},
+    ]
+    own = {"add_generation_prompt": True, "tokenize": False}
+    text = tokenizer.apply_chat_template(messages, **own)
+    assert tokenizer.decode(reading.token_ids[: reading.start].tolist()) == text

@@ -191,7 +191,7 @@ def test_prompts_are_counted_where_the_data_has_no_answers(tiny_recipe: Raw) -> 
         texts = [f"Question: {problem.question}\nAnswer:" for problem in problems]
         own, other = (
             sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-            for tokenizer in (prompts.teacher, prompts.student)  # type: ignore[attr-defined]
+            for tokenizer in (prompts.tokenizer, prompts.student)  # type: ignore[attr-defined]
         )
         counted = prompts.tokens_per_student_token(bare)  # type: ignore[attr-defined]
         assert counted == pytest.approx(max(1.0, 1.2 * own / other))
