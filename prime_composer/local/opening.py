@@ -183,8 +183,7 @@ def open_engine(
             engine.policy_room = min(engine.context, window_of(model.config) or engine.context)
         elif recipe.asks_teacher:
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
-            prompts = own_prompts(routing.teachers, tokenized, paths)
-            _set_specs(engine, routing, spec, paths, samples, prompts)
+            prompts = _set_specs(engine, routing, spec, paths, samples)
             scorers = _open_scorers(engine, routing, resumes, status, opened)
             _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
             _wrap_own_readers(engine, routing, scorers, prompts, status)
@@ -288,9 +287,9 @@ def _set_specs(
     student: BackendSpec,
     paths: Mapping[str, Path],
     samples: bool,
-    prompts: Mapping[TeacherId, TeacherPrompts],
-) -> None:
-    """Set how the teachers that are models of their own are opened."""
+) -> dict[TeacherId, TeacherPrompts]:
+    """Set how the teachers that are models of their own are opened; return what they read."""
+    prompts = own_prompts(routing.teachers, engine.problems, paths)
     engine.teacher_specs = {
         teacher: teacher_spec(
             config,
@@ -301,6 +300,7 @@ def _set_specs(
         )
         for teacher, config in routing.opened.items()
     }
+    return prompts
 
 
 def longer_by(spec: BackendSpec, tokens: int) -> BackendSpec:

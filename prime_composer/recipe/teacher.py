@@ -95,7 +95,7 @@ class TeacherPromptConfig(Table):
         Raises:
             ValueError: a conversation without a chat template.
         """
-        own = {key: getattr(self, key) for key in self.model_fields_set}
+        own = {key: value for key, value in self if value is not None}
         if isinstance(own.get("chat_template"), Path):
             own["chat_template"] = True
         values = {key: getattr(data, key) for key in data.model_fields_set} | own
