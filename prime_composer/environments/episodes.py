@@ -73,12 +73,12 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
 
 def asked_by_prompt(trace: Any) -> dict[tuple[int, ...], str]:
     """Return what each answer of the student was asked as JSON, by the tokens of its prompt."""
-    asked = {}
+    asked, tools = {}, getattr(trace, "tools", ())
     for branch in trace.branches:
         prompt: list[int] = []
         for index, node in enumerate(branch.nodes):
             if node.sampled and True in node.mask:
-                before = conversation([one.message for one in branch.nodes[:index]], trace.tools)
+                before = conversation([one.message for one in branch.nodes[:index]], tools)
                 if before is not None:
                     asked[(*prompt, *node.token_ids[: node.mask.index(True)])] = before
             prompt += node.token_ids

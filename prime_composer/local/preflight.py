@@ -52,14 +52,11 @@ WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to
 
 NO_LIMITS = Limits()
 
-COMPARED_PROMPTS = 8
-"""Problems on which a chat model is compared under plain prompts and its own."""
+COMPARED_PROMPTS = 8  # Problems on which a chat model is compared under plain prompts and its own
 
-FIRST_TOKENS = 4
-"""Tokens of an answer that its prompt says most about."""
+FIRST_TOKENS = 4  # Tokens of an answer that its prompt says most about
 
-PromptOf = Callable[[Problem], Sequence[int]]
-"""Returns a problem's prompt as somebody reads it."""
+PromptOf = Callable[[Problem], Sequence[int]]  # Returns a problem's prompt as somebody reads it
 
 State = Literal["ok", "warning", "failed", "skipped"]
 
@@ -272,7 +269,11 @@ class Checks:
             TeacherPromptConfig(chat_template=True),
         )
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, self.recipe.rollout.max_tokens))
-        rollouts = self.engine.sampler.generate([*map(tokenized.prompt, plain)], params, seed=0)
+        room = (live.limits.max_model_len or self.engine.context) - 1 - params.max_tokens
+        asked = [one for one in plain if max(len(own.of(one)), len(tokenized.prompt(one))) <= room]
+        if not asked:  # longer ones are cut or dropped in the run (`on_overflow`)
+            return []
+        rollouts = self.engine.sampler.generate([*map(tokenized.prompt, asked)], params, seed=0)
         sent, chat = (
             mean_nats(scorer.score(rollouts, 0)) for scorer in (live, OwnPromptScorer(live, own))
         )
@@ -434,8 +435,7 @@ def check_lengths(
 ) -> None:
     """Check that prompts and completions, or the data's solutions, fit a teacher's context.
 
-    The problems are those whose rollouts it scores; nothing is checked without any. ``prompt_of``
-    returns what it reads of one.
+    ``prompt_of`` returns what it reads of a problem.
     """
     limit = limits.max_model_len
     if problems and config.trains_on_data and limit is not None:

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from prime_composer.problems.answers import check_reference
 from prime_composer.problems.config import DataConfig, Problem, Turn
 
-GZIP = ".gz"
-"""Ending of a file that is compressed."""
+GZIP = ".gz"  # Ending of a file that is compressed
 
 ROWS_SHOWN = 5  # Malformed rows named in one error
 
@@ -25,11 +24,9 @@ ROLES = {
 }
 """Role of a message, as people store conversations -> as chat templates have it."""
 
-CONVERSATIONS = ("messages", "conversations")
-"""Columns in which people store conversations."""
+CONVERSATIONS = ("messages", "conversations")  # Columns in which people store them
 
-REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Keys of what the assistant thought, where a message has it apart."""
+REASONING_KEYS = ("reasoning_content", "reasoning")  # What the assistant thought, apart
 
 EXACT_UP_TO = 2**53  # Beyond, a float may be another whole number than was meant
 

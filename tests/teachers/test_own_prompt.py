@@ -14,7 +14,12 @@ from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.sources import load_sources
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.teacher import TeacherPromptConfig
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.own_prompt import TeacherPrompts
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from tests.chat_models import (
     CHATML,
@@ -326,3 +331,51 @@ def test_teacher_with_another_tokenizer_reads_its_own_prompt(
     own = {"add_generation_prompt": True, "tokenize": False}
     text = tokenizer.apply_chat_template(messages, **own)
     assert tokenizer.decode(reading.token_ids[: reading.start].tolist()) == text
+
+
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content"
+    " + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+GEMMA = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content +"
+    " '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% set told = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{{ '[INST] ' + (told if loop.last else '') +"
+    " m.content + '[/INST]' }}{% endfor %}"
+)
+QWEN3 = CHATML.replace(
+    "assistant\n' }}", "assistant\n' + ('' if enable_thinking else '<think>\n\n</think>\n\n') }}"
+)
+FORMATS = [
+    (LLAMA3, {"system": "Be kind."},
+     "<|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|><|start_header_id|>user"
+     "<|end_header_id|>\n\nSo?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
+    (GEMMA, {"chat_template": True},
+     "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"),
+    (GEMMA, {"system": "Be kind."}, None),
+    (MISTRAL, {"system": "Be kind."}, "[INST] Be kind.\n\nSo?[/INST]"),
+    (QWEN3, {"template_args": {"enable_thinking": False}},
+     "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "prompt", "text"), FORMATS)
+def test_prompt_is_in_the_format_of_the_teachers_makers(
+    template: str, prompt: dict[str, Any], text: str | None
+) -> None:
+    """As the templates of five families write it; a system message that one refuses is named."""
+    tokenizer = make_tokenizer(template)
+    asks = TeacherPromptConfig(prompt_template="{question}", **prompt)
+    problems = ProblemSet([Problem("So?", "", "data")], [], {"data": DataConfig()})
+    prompts = TeacherPrompts(problems, tokenizer, lambda _: [1], "teacher", asks)
+    if text is None:
+        with pytest.raises(PreflightError, match=r"\[teacher.prompt\].*System role"):
+            prompts([1])
+    else:
+        assert tokenizer.decode(prompts([1])) == text

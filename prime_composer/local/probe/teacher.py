@@ -157,10 +157,7 @@ def probe_teacher(
 
 
 def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, bool]:
-    """Return the teacher's tokenizer, its facts, and whether its tokens and ids are the student's.
-
-    A server is asked too, also where its tokenizer is on this machine. One that is not is None.
-    """
+    """Return the teacher's tokenizer, its facts, and whether tokens and ids are the student's."""
     tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.asked, True, True
     try:
         if tokenizer is not None:
