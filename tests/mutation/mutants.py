@@ -743,9 +743,10 @@ MUTANTS: dict[str, Mutant] = {
     # environments by id: which tokens of a conversation train
     "turns: mask shifted by one": mutant(
         EPISODES, "_extend",
-        ("return replace(turn, loss_mask=loss_mask, inference_logprobs=_L, prompt_index=_I)",
+        ("return replace(turn, loss_mask=loss_mask, inference_logprobs=_L, prompt_index=_I, "
+         "turns=_T)",
          "return replace(turn, loss_mask=loss_mask.roll(1), inference_logprobs=_L, "
-         "prompt_index=_I)"),
+         "prompt_index=_I, turns=_T)"),
     ),
     "turns: tool output trained on": mutant(
         EPISODES, "_extend",
@@ -762,9 +763,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "turns: log mu of the next token": mutant(
         EPISODES, "_extend",
-        ("return replace(turn, loss_mask=_M, inference_logprobs=logprobs, prompt_index=_I)",
+        ("return replace(turn, loss_mask=_M, inference_logprobs=logprobs, prompt_index=_I, "
+         "turns=_T)",
          "return replace(turn, loss_mask=_M, inference_logprobs=logprobs.roll(-1), "
-         "prompt_index=_I)"),
+         "prompt_index=_I, turns=_T)"),
     ),
     "turns: rewritten history taken as an extension": mutant(
         EPISODES, "interleave",

@@ -344,8 +344,8 @@ def test_losses_of_one_batch_have_the_same_kl(make_trainer, monkeypatch):
     """Which is theirs in common: that of the student and of the teacher's top K, by hand."""
     inputs = []
 
-    def noted(*args):
-        inputs.append(student_inputs(*args))
+    def noted(*args, **more):
+        inputs.append(student_inputs(*args, **more))
         return inputs[-1]
 
     monkeypatch.setattr("prime_composer.trl.trainer.student_inputs", noted)

@@ -694,6 +694,7 @@ def test_every_shipped_recipe_is_exported_or_refused(version, path):
 
 
 OTHER_VALUES = {
+    "teacher.prompt.prompt_template": "{question}",
     "teacher.tokenizer": "own",
     "student.quantize": {"bits": 3, "group": 32},
     "student.lora.targets": ("q_proj",),
@@ -831,9 +832,9 @@ def with_key(key, value):
 
 
 def test_environment_settings_are_the_carried_keys_of_data():
-    """``ratio`` and ``teacher`` are written beside the environment."""
+    """``ratio`` and ``teacher`` are written beside it, ``template_args`` in the renderer."""
     data_keys = {key for key in kinds("carried") if key.startswith("data.")}
-    assert {f"data.{key}" for key in (*SETTINGS, "ratio", "teacher")} == data_keys
+    assert {f"data.{key}" for key in (*SETTINGS, "ratio", "teacher", "template_args")} == data_keys
 
 
 @pytest.mark.parametrize("key", kinds("carried"))

@@ -97,7 +97,7 @@ def test_versions_are_keyed_by_their_names():
         ("head", RL, False, {"ref_logprobs", "advantages"}),
         (
             *("head", BOTH, True),
-            {"ref_logprobs", "advantages", "support", "hidden_states", "token_ids"},
+            {"ref_logprobs", "advantages", "support", "hidden_states", "token_ids", "stops"},
         ),
     ],
 )

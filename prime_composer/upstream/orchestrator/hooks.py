@@ -104,9 +104,10 @@ def hook_client(module: Any) -> None:
             return marked(await said(by_turns(openai, model, directory, token_ids, scoring)))
 
         async def score(client: Any, name: str) -> Scores:
-            if scoring is not None and name in (_settings().teacher_prompts or {}):
+            fixed = frozen or header is not None
+            if fixed and scoring is not None and name in (_settings().teacher_prompts or {}):
                 return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
-            return await REQUESTS.score(client, name, token_ids, k, frozen=frozen)
+            return await REQUESTS.score(client, name, token_ids, k, frozen=fixed)
 
         if header is not None:
             request = score_by_each(score, teachers_of(header), token_ids)
