@@ -21,7 +21,6 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.contract import Scores, given
 from prime_composer.divergences import entropy, reverse_kl
-from prime_composer.environments.tasks import Task
 from prime_composer.local.probe.report import (
     NO_ROLLOUT,
     Agreement,
@@ -203,11 +202,11 @@ def hash_of(value: object) -> str:
 def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) -> bool:
     """Return whether the teacher is sent what its own chat template writes, or without one what
     its tokenizer does."""
-    samples = [sample for sample in target.samples if not isinstance(sample.problem, Task)]
+    samples = target.samples
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
-        raise NotMeasured("there are no rollouts of problems")
+        raise NotMeasured(NO_ROLLOUT)
     if isinstance(target.scorer, OwnPromptScorer):
         raise NotMeasured("it reads prompts of its own")
     has_template = getattr(tokenizer, "chat_template", None) is not None
