@@ -1,10 +1,15 @@
 """Tiny models with chat templates: base and chat models of one family, as people distill them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_composer.cli.commands import main
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
+from prime_composer.local.sources import load_sources
+from prime_composer.recipe.loading import parse_recipe
 from tests.tiny_qwen import make_model
 
 TEXT_END, TURN_START, TURN_END = 0, 1, 2
@@ -93,3 +98,19 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows to a JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def opened(recipe: dict[str, Any], report: Callable[[str], None] = lambda _: None) -> Engine:
+    """Return a recipe's open models. What opening them says goes to ``report``."""
+    parsed = parse_recipe(recipe)
+    return open_engine(parsed, load_sources(parsed), {}, report)
+
+
+def run(tmp_path: Path, recipe: dict[str, Any], *words: str) -> int:
+    """Run a recipe by the command."""
+    import tomli_w
+
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    out = ["--output-dir", str(tmp_path / "out")]
+    return main(["rl", "--engine", "local", "--config", str(file), *out, *words])

@@ -383,7 +383,8 @@ class Evaluator:
         several = any(len(teachers.routing.of(sample.problem)) > 1 for sample in samples)
         exact = full or not (several or self.engine.tokenizer_pairs)
         rollouts = [sample.rollout for sample in samples]
-        chosen = [] if full else students_choice(self.engine.model, rollouts, k, shared)
+        by_rank = exact and not full
+        chosen = students_choice(self.engine.model, rollouts, k, shared) if by_rank else None
         sums = torch.zeros(6, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
@@ -397,8 +398,10 @@ class Evaluator:
                 values = _over_all_ids(p, q, normalization="full", size=shared, k=k)
             else:
                 own = given(inputs.support).masked(inputs.loss_mask)
-                top = torch.cat([chosen[i][rollouts[i].trained] for i in indices])
-                values = _over_some_ids(own, top.to(own.token_ids.device))
+                top = own.token_ids[:, :0]
+                if chosen is not None:
+                    top = torch.cat([chosen[i][rollouts[i].trained] for i in indices]).to(top)
+                values = _over_some_ids(own, top, k)
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
@@ -430,9 +433,9 @@ def _over_all_ids(
     return torch.cat([_kls_and_entropy(student, teacher, normalization), agreed], dim=-1)
 
 
-def _over_some_ids(support: Support, chosen: Int[Tensor, "n k"]) -> Float[Tensor, "n 5"]:
+def _over_some_ids(support: Support, chosen: Int[Tensor, "n m"], k: int) -> Float[Tensor, "n 5"]:
     """Return the same of a teacher's top ids and a tail. ``chosen`` are the student's own K ids."""
-    p, q, k = support.student_logprobs, support.teacher_logprobs, chosen.shape[1]
+    p, q = support.student_logprobs, support.teacher_logprobs
     in_both = (support.token_ids[:, :k].unsqueeze(-1) == chosen.unsqueeze(-2)).any(-1)
     agreed = overlap(p[:, :k], q[:, :k], in_both, k)
     return torch.cat([_kls_and_entropy(p, q, "tail"), agreed], dim=-1)

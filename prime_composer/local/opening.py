@@ -290,10 +290,11 @@ def _set_specs(
 ) -> dict[TeacherId, TeacherPrompts]:
     """Set how the teachers that are models of their own are opened; return what they read."""
     prompts = own_prompts(routing.teachers, engine.problems, paths)
+    room = {teacher: student.max_model_len + own.surplus for teacher, own in prompts.items()}
     engine.teacher_specs = {
         teacher: teacher_spec(
             config,
-            longer_by(student, prompts[teacher].surplus) if teacher in prompts else student,
+            replace(student, max_model_len=room.get(teacher, student.max_model_len)),
             model_origin(config, teacher.table, paths),
             samples,
             teacher.table,
@@ -301,11 +302,6 @@ def _set_specs(
         for teacher, config in routing.opened.items()
     }
     return prompts
-
-
-def longer_by(spec: BackendSpec, tokens: int) -> BackendSpec:
-    """Return a specification with room for more tokens."""
-    return replace(spec, max_model_len=spec.max_model_len + tokens)
 
 
 def own_prompts(

@@ -254,15 +254,16 @@ class Checks:
         It has the teacher's mean -log q of the student's answers, as sent and under its template.
         """
         config, tokenized = Routing.of_recipe(self.recipe).teachers[teacher], self.engine.problems
-        tokenizer = tokenizer_of(self.engine.teacher_specs[teacher])
+        if config.prompt is not None or config.tokenizer == "own":
+            return []
         plain = [
             problem
             for problem in self._scored_by(teacher)
             if not isinstance(problem, Task)
             and not tokenized.problem_set.config_of(problem).chat_template
         ][:COMPARED_PROMPTS]
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        if config.prompt is not None or config.tokenizer == "own" or not (plain and has_template):
+        tokenizer = tokenizer_of(self.engine.teacher_specs[teacher]) if plain else None
+        if getattr(tokenizer, "chat_template", None) is None:
             return []
         own = TeacherPrompts(
             *(tokenized.problem_set, tokenizer, tokenized.prompt, teacher.table),

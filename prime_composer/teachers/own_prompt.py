@@ -7,7 +7,7 @@ server, a tape. Of a conversation it reads each answer behind its own prompt of 
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -289,19 +289,14 @@ class OwnPromptScorer:
                 for piece in pieces
             ]
         pieces = [piece for own in by_rollout for piece in own]
-        answers = iter(
-            self.scorer.score(
-                [piece.rollout for piece in pieces],
-                support_size,
-                [piece.prompt for piece in pieces],
-                candidate_ids=candidate_ids,
-                hidden=hidden,
-            )
+        answers = self.scorer.score(
+            [piece.rollout for piece in pieces],
+            support_size,
+            [piece.prompt for piece in pieces],
+            candidate_ids=candidate_ids,
+            hidden=hidden,
         )
-        return [
-            joined(rollout, [(piece, next(answers)) for piece in own])
-            for rollout, own in zip(rollouts, by_rollout, strict=True)
-        ]
+        return all_joined(rollouts, by_rollout, answers)
 
     def pieces(self, rollout: Rollout) -> list[Piece]:
         """Return the answers in a rollout: one, or those of a conversation."""
@@ -347,6 +342,17 @@ def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[Piece]:
             own = Rollout.not_sampled(rollout.token_ids[:end], turn.start, rollout.finish_reason)
             pieces.append(Piece(own, prompts.of_conversation(turn.asked)))
     return pieces
+
+
+def all_joined(
+    rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Piece]], answers: Iterable[Scores]
+) -> list[Scores]:
+    """Return the scores of rollouts from those of all their answers, one after the other."""
+    following = iter(answers)
+    return [
+        joined(rollout, [(piece, next(following)) for piece in own])
+        for rollout, own in zip(rollouts, by_rollout, strict=True)
+    ]
 
 
 def joined(

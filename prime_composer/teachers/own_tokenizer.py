@@ -40,7 +40,7 @@ from prime_composer.teachers.own_prompt import (
     OwnPromptScorer,
     Piece,
     TeacherPrompts,
-    joined,
+    all_joined,
 )
 from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.tokenizer_pair import (
@@ -170,11 +170,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
             scores, totals = self._by_rows.scores(plan, given, support_size, self.size)
             self._totals.update(totals)
             found.append(scores)
-        answers = iter(found)
-        return [
-            joined(rollout, [(piece, next(answers)) for piece in own])
-            for rollout, own in zip(rollouts, by_rollout, strict=True)
-        ]
+        return all_joined(rollouts, by_rollout, found)
 
     def _rows(self, readings: Sequence[Rollout]) -> Iterable[Scores]:
         if self.ids_read <= WHOLE_UP_TO:

@@ -10,12 +10,8 @@ import torch
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.cli.commands import main
 from prime_composer.local.collect import Clock, Collector
-from prime_composer.local.engine import Engine
-from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import PreflightError
-from prime_composer.local.sources import load_sources
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from tests.chat_models import (
@@ -24,7 +20,9 @@ from tests.chat_models import (
     TEXT_END,
     TURN_END,
     make_tokenizer,
+    opened,
     recipe_of,
+    run,
     save_model,
     write_rows,
 )
@@ -40,25 +38,10 @@ def pair(tmp_path: Path) -> dict[str, Any]:
     return recipe_of(student, teacher, write_rows(tmp_path / "rows.jsonl", ROWS))
 
 
-def opened(recipe: dict[str, Any]) -> tuple[Engine, list[str]]:
-    """Return a recipe's open models, and what opening them said."""
-    said: list[str] = []
-    parsed = parse_recipe(recipe)
-    return open_engine(parsed, load_sources(parsed), {}, said.append), said
-
-
-def run(tmp_path: Path, recipe: dict[str, Any], *words: str) -> int:
-    """Run a recipe by the command."""
-    import tomli_w
-
-    file = tmp_path / "recipe.toml"
-    file.write_text(tomli_w.dumps(recipe))
-    return main(["rl", "--engine", "local", "--config", str(file), *words])
-
-
 def test_run_of_base_and_chat_ends_where_the_teacher_does(pair: dict[str, Any]) -> None:
     """No rollout goes on behind the turn's end, and the difference of the files is said once."""
-    engine, said = opened(pair)
+    said: list[str] = []
+    engine = opened(pair, said.append)
     assert engine.problems.ends.ids == (TEXT_END, TURN_END)
     rollouts = engine.sampler.generate([[40]] * 64, SamplingParams(max_tokens=64), seed=0)
     ended = [one for one in rollouts if one.finish_reason == "stop"]
@@ -86,7 +69,8 @@ def test_turn_end_is_known_from_template_or_teacher(
     else:
         data = {"chat_template": False}
     pair["data"] |= data
-    engine, said = opened(pair)
+    said: list[str] = []
+    engine = opened(pair, said.append)
     assert engine.problems.ends.ids == (TEXT_END, TURN_END)
     assert engine.problems.ends.answer == (TURN_END if where == "template" else TEXT_END)
     pair["student"]["model"] = pair["teacher"]["model"]
@@ -98,7 +82,8 @@ def test_students_end_that_the_teacher_lacks_is_a_warning(
     """A chat model learns from a base model without the template: said by the dry run, too."""
     base = save_model(tmp_path / "b", make_tokenizer(None), TEXT_END, 1)
     pair["student"], pair["teacher"] = pair["teacher"], {"model": base}
-    _, said = opened(pair)
+    said: list[str] = []
+    opened(pair, said.append)
     warned = [text for text in said if text.startswith("warning")]
     assert len(warned) == 1 and "[teacher]" in warned[0] and "'<|im_end|>' (2)" in warned[0]
     assert run(tmp_path, pair, "--dry-run") == 0
@@ -111,7 +96,8 @@ def test_stop_overrides_what_files_say(
 ) -> None:
     """Ids and texts of one token end an answer, and nothing else does."""
     pair["rollout"]["stop"] = stop
-    engine, said = opened(pair)
+    said: list[str] = []
+    engine = opened(pair, said.append)
     tokenizer = engine.problems.tokenizer
     ids = ids or (TURN_END, tokenizer.convert_tokens_to_ids("x"))
     assert engine.problems.ends.ids == ids and engine.problems.ends.answer == ids[0]
@@ -144,7 +130,7 @@ def test_teacher_of_its_own_tokenizer_ends_as_its_template_does(
     teacher = save_model(tmp_path / "own", tokenizer, 2, 1)
     pair["teacher"] = {"model": teacher, "tokenizer": "own"}
     pair["data"]["prompt_template"] = "{question}"
-    engine, _ = opened(pair)
+    engine = opened(pair)
     assert engine.teachers is not None
     (scorer,) = engine.teachers.scorers.values()
     prompt = engine.problems.prompt(engine.problems.problem_set.practice[0])
@@ -165,7 +151,7 @@ def test_base_of_an_adapter_ends_as_its_student_does(pair: dict[str, Any]) -> No
     pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
     pair["student"]["lora"] = {"rank": 2}
     pair["teacher"] = {"base": True}
-    engine, _ = opened(pair)
+    engine = opened(pair)
     assert engine.teachers is not None
     (scorer,) = engine.teachers.scorers.values()
     assert scorer.sampler is not None
@@ -178,10 +164,10 @@ def test_tape_alone_ends_as_its_teacher_does(tmp_path: Path, pair: dict[str, Any
     """It names no model, and the teacher's end is known of the tape."""
     pair["data"]["chat_template"] = False
     pair["teacher"]["tape"] = str(tmp_path / "tape")
-    first, _ = opened(pair)
+    first = opened(pair)
     first.__exit__()
     pair["teacher"] = {"tape": str(tmp_path / "tape"), "tape_only": True}
-    second, _ = opened(pair)
+    second = opened(pair)
     assert second.problems.ends == first.problems.ends
     assert second.problems.ends.ids == (TEXT_END, TURN_END)
 
@@ -190,7 +176,7 @@ def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> 
     """Each answer is the template's own, with the end that ends a turn."""
     pair["rollout"]["student_fraction"] = 0.0
     pair["loss"] = {"type": "sft"}
-    engine, _ = opened(pair)
+    engine = opened(pair)
     recipe = parse_recipe(pair)
     collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
     batch = collector.collect(1)
@@ -212,7 +198,7 @@ def test_datas_answer_behind_a_templates_own_reasoning_is_right(
     pair["student"]["model"] = pair["teacher"]["model"] = model
     pair["rollout"]["student_fraction"] = 0.0
     pair["loss"] = {"type": "sft"}
-    engine, _ = opened(pair)
+    engine = opened(pair)
     recipe = parse_recipe(pair)
     collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
     (sample, *_) = collector.collect(1).samples
@@ -226,7 +212,7 @@ def test_answer_of_a_model_that_adds_its_end_plainly_is_graded(tmp_path: Path) -
     tokenizer = make_tokenizer(special=special, plain=plain)
     model = save_model(tmp_path / "model", tokenizer, TEXT_END)
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
-    engine, _ = opened(recipe_of(model, model, rows))
+    engine = opened(recipe_of(model, model, rows))
     assert TURN_END in engine.problems.ends.ids
     problem = engine.problems.problem_set.practice[0]
     completion = engine.problems.solution(problem).completion_ids
@@ -314,7 +300,7 @@ def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path, pair: dict[str
     model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
     pair["student"]["model"] = pair["teacher"]["model"] = model
     pair["rollout"]["student_fraction"] = 0.5
-    engine, _ = opened(pair)
+    engine = opened(pair)
     from prime_composer.local.preflight import preflight
 
     with pytest.raises((PreflightError, ValueError), match="(?s)<think>.*template"):

@@ -9,11 +9,8 @@ import torch
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.cli.commands import main
 from prime_composer.local.engine import Engine
-from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
-from prime_composer.local.sources import load_sources
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
@@ -26,7 +23,9 @@ from tests.chat_models import (
     TEXT_END,
     TURN_END,
     make_tokenizer,
+    opened,
     recipe_of,
+    run,
     save_model,
     write_rows,
 )
@@ -44,11 +43,6 @@ def pair(tmp_path: Path) -> dict[str, Any]:
     recipe = recipe_of(student, teacher, data)
     recipe["data"]["chat_template"] = False
     return recipe
-
-
-def opened(recipe: dict[str, Any]) -> Engine:
-    parsed = parse_recipe(recipe)
-    return open_engine(parsed, load_sources(parsed), {}, lambda _: None)
 
 
 def reference(folder: str, messages: list[dict[str, str]], rollout: Rollout, **more: Any) -> Any:
@@ -239,16 +233,6 @@ def test_long_prompt_of_the_teacher_has_room(tmp_path: Path, pair: dict[str, Any
         (teacher,) = engine.teachers.scorers
         room = engine.teachers.room(teacher, rollouts[0])
     assert engine.context == 60 and room == len(rollouts[0].token_ids)
-
-
-def run(tmp_path: Path, recipe: dict[str, Any], *words: str) -> int:
-    """Run a recipe by the command."""
-    import tomli_w
-
-    file = tmp_path / "recipe.toml"
-    file.write_text(tomli_w.dumps(recipe))
-    out = ["--output-dir", str(tmp_path / "out")]
-    return main(["rl", "--engine", "local", "--config", str(file), *out, *words])
 
 
 def test_run_with_a_chat_teacher_trains_and_resumes(tmp_path: Path, pair: dict[str, Any]) -> None:

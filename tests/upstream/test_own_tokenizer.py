@@ -285,6 +285,17 @@ def test_own_tokenizer_scores_each_turn(served, student):
     assert 0 < trace.metrics["xtok/aligned"] < 1
 
 
+def test_own_tokenizer_beside_a_prompt_of_its_own(served, student, switch, tokenizers):
+    """The teacher reads each turn behind its own system message, in its own tokens."""
+    own = {"tokenizer": str(tokenizers / "teacher"), "system": "be kind"}
+    switch(teacher_prompts={"m3": own})
+    scored(served.url, conversation(student, "abcab", "c ab"))
+    teacher, system = wrapped(TEACHER), "system:be kind\n"
+    prompts = ["user:ab c\nassistant:", "user:ab c\nassistant:abcab\nuser:b\nassistant:"]
+    starts = sorted(request.start for request in served.engine.asked)
+    assert starts == sorted(len(teacher.encode(system + prompt)) for prompt in prompts)
+
+
 def test_turn_that_the_teacher_would_write_otherwise_is_left_out(served, student):
     """Its tokens have no weight in the distillation loss, and are counted."""
     trace = conversation(student, "abcab", " c ab", said="c ab")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.backends.protocols import Rollout, Turn
 from prime_composer.contract import Scores
 from prime_composer.teachers.own_prompt import (
@@ -22,7 +21,7 @@ from prime_composer.teachers.own_prompt import (
     with_template,
 )
 from prime_composer.upstream.orchestrator.client import Requests
-from prime_composer.upstream.orchestrator.own_tokenizer import asks_of, branch_of
+from prime_composer.upstream.orchestrator.own_tokenizer import asks_of, branch_of, tokenizer_at
 from prime_composer.upstream.settings import PROMPTS_KEY, SWITCH, AdapterSettings
 
 
@@ -31,14 +30,8 @@ def prompts_of(name: str) -> ConversationPrompts:
     """Return the prompts of the teacher that is served as ``name``."""
     settings = AdapterSettings.from_env()
     assert settings is not None and settings.teacher_prompts is not None
-    directory, asks = settings.teacher_prompts[name]["tokenizer"], asks_of(settings, name)
-    place = f"{PROMPTS_KEY}.{name}"
-    try:
-        tokenizer = load_tokenizer(directory)
-    except ModelUnavailable as error:
-        raise ValueError(f"{SWITCH}: {place} names {directory!r}. {error}") from None
-    if tokenizer is None:
-        raise ValueError(f"{SWITCH}: {place} names {directory!r}, which has no tokenizer: add it.")
+    place, asks = f"{PROMPTS_KEY}.{name}", asks_of(settings, name)
+    tokenizer = tokenizer_at(place, settings.teacher_prompts[name]["tokenizer"])
     return ConversationPrompts(with_template(tokenizer, asks, place), asks, place)
 
 

@@ -138,16 +138,8 @@ def opened(directory: str, student: str | None, name: str = "") -> OwnTokenizer:
         )
     loss = parse_loss(settings.loss)
     fixed = any(part.needs_fixed_support for part, _ in loss.needs_by_section().values())
-    tokenizers = []
-    for key, name in ((TOKENIZERS_KEY, directory), ("student_tokenizer", student)):
-        try:
-            tokenizer = load_tokenizer(name)
-        except ModelUnavailable as error:
-            raise ValueError(f"{SWITCH}: {key} names {name!r}. {error}") from None
-        if tokenizer is None:
-            raise ValueError(f"{SWITCH}: {key} names {name!r}, which has no tokenizer: add it.")
-        tokenizers.append(tokenizer)
-    teacher, own = tokenizers
+    teacher = tokenizer_at(TOKENIZERS_KEY, directory)
+    own = tokenizer_at("student_tokenizer", student)
     asks = asks_of(settings, name)
     teacher = with_template(teacher, asks, f"{PROMPTS_KEY}.{name}")
     if teacher.chat_template is None:
@@ -167,6 +159,17 @@ def opened(directory: str, student: str | None, name: str = "") -> OwnTokenizer:
         student_end=next(iter(ends_of_chat(own)), None),
     )
     return OwnTokenizer(teacher, pair, settings.support_size(), fixed=fixed, asks=asks)
+
+
+def tokenizer_at(key: str, place: str) -> Any:
+    """Return the tokenizer of a directory or hub id, which a setting names."""
+    try:
+        tokenizer = load_tokenizer(place)
+    except ModelUnavailable as error:
+        raise ValueError(f"{SWITCH}: {key} names {place!r}. {error}") from None
+    if tokenizer is None:
+        raise ValueError(f"{SWITCH}: {key} names {place!r}, which has no tokenizer: add it.")
+    return tokenizer
 
 
 def asks_of(settings: AdapterSettings, name: str) -> TeacherPromptConfig:
