@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from prime_composer.cli.formatting import kl_title, score, scores_in
+from prime_composer.cli.quantities import kl_title, score_text, scores_in
 from prime_composer.local.tracker import is_evaluated
 from prime_composer.problems.metrics import TITLES
 
@@ -119,8 +119,8 @@ def evaluation(metrics: dict[str, float]) -> list[str]:
     if "eval/reverse_kl" in metrics:
         parts.append(f"{kl_title(metrics)} {metrics['eval/reverse_kl']:.3f}")
     for name in scores_in([metrics]):
-        part = f"{TITLES[name]} {score(name, metrics[f'eval/{name}'])}"
+        part = f"{TITLES[name]} {score_text(name, metrics[f'eval/{name}'])}"
         if (teacher := metrics.get(f"teacher/{name}")) is not None:
-            part += f" (the teacher {score(name, teacher)})"
+            part += f" (the teacher {score_text(name, teacher)})"
         parts.append(part)
     return parts

@@ -100,7 +100,8 @@ def _run(
 def _show(outcome: "Outcome", recipe: Recipe) -> bool:
     """Print a run's table, and return whether its figure was drawn. An error ends no run."""
     try:
-        from prime_composer.cli.report import draw_report, print_answers, print_outcome, print_size
+        from prime_composer.cli.figures import draw_report
+        from prime_composer.cli.report import print_answers, print_outcome, print_size
 
         print_outcome(outcome.evaluations, outcome.steps, recipe)
         print_size(outcome.run_dir)

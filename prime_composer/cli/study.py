@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from prime_composer.cli.program import program
-from prime_composer.cli.study_file import Run, StudyConfig, is_finished, load_study
-from prime_composer.cli.study_report import in_short, write_report
+from prime_composer.cli.study_file import StudyConfig, StudyRun, is_finished, load_study
+from prime_composer.cli.study_report import summary, write_report
 from prime_composer.local.run_dir.claim import Wish, choose_run_dir, claim_run_dir
 from prime_composer.local.signals import Stopped
 from prime_composer.local.sources import load_sources
@@ -86,13 +86,13 @@ def run_study(
     return 1 if failed else 0
 
 
-def introduction(study: StudyConfig, runs: Sequence[Run]) -> str:
+def introduction(study: StudyConfig, runs: Sequence[StudyRun]) -> str:
     """Return the first line: what is compared, and where the runs are."""
     sizes = f"{len(study.items_of)} variants, {len(study.seeds)} seeds"
     return f"study: {sizes}, in {runs[0].run_dir.parent}"
 
 
-def wish_of(run: Run, overwrite: bool) -> Wish:
+def wish_of(run: StudyRun, overwrite: bool) -> Wish:
     """Return what a run asks of its directory: to continue there, or to delete what is there."""
     exists = run.run_dir.exists()
     resume = not overwrite and run.has_begun
@@ -106,7 +106,7 @@ def wish_of(run: Run, overwrite: bool) -> Wish:
     )
 
 
-def wishes_of_islands(run: Run, overwrite: bool) -> list[Wish]:
+def wishes_of_islands(run: StudyRun, overwrite: bool) -> list[Wish]:
     """Return ``wish_of`` for each island of a run; a run without islands is one."""
     wish, diloco = wish_of(run, overwrite), run.recipe.diloco
     if diloco is None:
@@ -114,12 +114,12 @@ def wishes_of_islands(run: Run, overwrite: bool) -> list[Wish]:
     return [replace(wish, island=index) for index in range(diloco.replicas)]
 
 
-def check_variants(runs: Sequence[Run]) -> list[str]:
+def check_variants(runs: Sequence[StudyRun]) -> list[str]:
     """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings."""
     from prime_composer.local.run_dir.plan import plan
 
     warnings: dict[str, None] = {}
-    first: dict[str, Run] = {}
+    first: dict[str, StudyRun] = {}
     for run in runs:
         first.setdefault(run.variant, run)
     for run in first.values():
@@ -131,7 +131,7 @@ def check_variants(runs: Sequence[Run]) -> list[str]:
     return list(warnings)
 
 
-def delete(runs: Sequence[Run]) -> None:
+def delete(runs: Sequence[StudyRun]) -> None:
     """Delete what earlier runs of the study left, once every check of all of them has passed."""
     there = [run for run in runs if run.run_dir.exists()]
     wishes = [wish for run in there for wish in wishes_of_islands(run, overwrite=True)]
@@ -145,16 +145,16 @@ def delete(runs: Sequence[Run]) -> None:
         run.log.unlink(missing_ok=True)
 
 
-def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
+def run_all(runs: Sequence[StudyRun], jobs: int, failed: list[str]) -> None:
     """Run what is not finished, ``jobs`` at a time, and print each result."""
     waiting = deque((f"[{index}/{len(runs)}] {run.name}", run) for index, run in enumerate(runs, 1))
-    active: list[tuple[str, Run, Process]] = []
+    active: list[tuple[str, StudyRun, Process]] = []
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
                 label, run = waiting.popleft()
                 if is_finished(run):
-                    print(f"{label}: {in_short(run)} (kept)", flush=True)
+                    print(f"{label}: {summary(run)} (kept)", flush=True)
                     continue
                 print(f"{label}: running; progress in {run.log}", flush=True)
                 active.append((label, run, start(run)))
@@ -162,7 +162,7 @@ def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
                 active.remove(ended)
                 label, run, process = ended
                 done = succeeded(run, process.returncode)
-                result = in_short(run) if done else f"failed, see {run.log}"
+                result = summary(run) if done else f"failed, see {run.log}"
                 print(f"{label}: {result}", flush=True)
                 failed += [] if done else [run.name]
             if active:
@@ -172,7 +172,7 @@ def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
         raise
 
 
-def start(run: Run) -> Process:
+def start(run: StudyRun) -> Process:
     """Start or resume one run in a process of its own, with a log beside its directory."""
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
@@ -194,7 +194,7 @@ def call(command: Sequence[str], log: Path) -> Process:
         )
 
 
-def succeeded(run: Run, status: int) -> bool:
+def succeeded(run: StudyRun, status: int) -> bool:
     """Return whether a run finished, by its exit status; False if it diverged."""
     if status > 128:
         raise Stopped(status - 128)

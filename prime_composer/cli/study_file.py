@@ -112,7 +112,7 @@ class StudyConfig(Table):
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One run of a study."""
 
     variant: str  # name of the variant
@@ -147,7 +147,7 @@ class Run:
 
 def load_study(
     path: str | os.PathLike[str], output_dir: str | None = None, changes: Sequence[str] = ()
-) -> tuple[StudyConfig, list[Run]]:
+) -> tuple[StudyConfig, list[StudyRun]]:
     """Read and validate a study file, and the recipe of every variant."""
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
@@ -165,12 +165,12 @@ def load_study(
             except RecipeError as error:
                 raise RecipeError(f"{path}: variants.{variant}: {error}") from None
             run_dir = folder / f"{variant}-seed{seed}"
-            runs.append(Run(variant, seed, recipe, overrides, base, run_dir))
+            runs.append(StudyRun(variant, seed, recipe, overrides, base, run_dir))
     _check_same_budget(runs[: len(study.items_of)], path, study.same_budget)
     return study, runs
 
 
-def _check_same_budget(runs: Sequence[Run], path: Path, same_budget: bool) -> None:
+def _check_same_budget(runs: Sequence[StudyRun], path: Path, same_budget: bool) -> None:
     """Refuse variants whose keys of ``SAME`` differ, of which a study of budgets varies some."""
     first = runs[0]
     for run in runs[1:]:
@@ -184,7 +184,7 @@ def _check_same_budget(runs: Sequence[Run], path: Path, same_budget: bool) -> No
             )
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: StudyRun) -> bool:
     """Check whether the run's directory contains its last step, with the evaluation after it."""
     run_dir = run.first
     if not (run_dir / RECIPE_FILE).exists():

@@ -82,27 +82,29 @@ class Tracker:
 
     def amend(self, step: int, metrics: dict[str, float]) -> None:
         """Add numbers to the record of a step that a run before this one has logged."""
-        path = Path(self._file.name)
-        records = parse_records(path)
+        records = parse_records(Path(self._file.name))
         amended = [record for record in records if record["step"] == step]
         if not amended:
             amended = [{"step": step}]
             records += amended
         amended[-1] |= metrics
-        self._file.close()
-        _rewrite(path, records)
-        self._file = path.open("ab", buffering=0)
+        self._replace(records)
 
     def rewind(self, step: int) -> None:
         """Drop the records after a step that is finished again; W&B keeps its first numbers."""
         path = Path(self._file.name)
-        self._file.close()
-        _rewrite(path, [one for one in parse_records(path) if one["step"] <= step])
-        self._file = path.open("ab", buffering=0)
+        self._replace([one for one in parse_records(path) if one["step"] <= step])
         self.last_step = min(step, self.last_step)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = writer_after(path.parent, step)
+
+    def _replace(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the whole file again."""
+        path = Path(self._file.name)
+        self._file.close()
+        _rewrite(path, records)
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one record, whole or not at all. A crash of this process does not lose it."""

@@ -19,7 +19,7 @@ from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.runs import line_to_resume
-from prime_composer.cli.study_file import Run
+from prime_composer.cli.study_file import StudyRun
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
@@ -317,13 +317,13 @@ def test_finished_run_survives_its_drawing_and_a_damaged_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run is complete without a figure; its newest checkpoint is then damaged on the disk."""
-    from prime_composer.cli import report
+    from prime_composer.cli import figures
 
     def broken(*args: Any) -> None:
         raise RuntimeError("no font")
 
     words = ("rl", "--config", tiny_file, "--output-dir", "run")
-    monkeypatch.setattr(report, "draw_report", broken)
+    monkeypatch.setattr(figures, "draw_report", broken)
     done = cli(*words)
     assert done.returncode == 0 and "student after" in done.stdout
     assert "could not be drawn (no font); the run is complete" in done.stderr
@@ -382,7 +382,7 @@ def test_study_passes_a_signal_on_to_its_runs_once(
 ) -> None:
     """Only the study gets the signal; it waits for the checkpoints of its runs and stops."""
     recipe = parse_recipe(TINY_RECIPE)
-    runs = [Run(name, 0, recipe, (), tmp_path, tmp_path / f"{name}-seed0") for name in "abc"]
+    runs = [StudyRun(name, 0, recipe, (), tmp_path, tmp_path / f"{name}-seed0") for name in "abc"]
     logs = [run.log for run in runs[:2]]
     monkeypatch.setattr(study_module, "is_finished", lambda run: False)
     monkeypatch.setattr(

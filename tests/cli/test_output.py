@@ -19,20 +19,24 @@ import pytest
 from rich.console import Console
 from rich.progress import TextColumn
 
-from prime_composer.cli import report
+from prime_composer.cli import figures, report
+from prime_composer.cli.figures import draw_report, new_figure
 from prime_composer.cli.output import forgiving_output
 from prime_composer.cli.progress import Screen, describe
-from prime_composer.cli.report import (
-    console,
-    draw_report,
-    new_figure,
-    print_outcome,
-    print_report,
-)
+from prime_composer.cli.report import console, print_outcome, print_report
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
 
 BRACKETS = "m[/b] [teacher] [red]x :smile:"
+
+
+def recorded(folder: Path, *records: dict[str, float], **recipe: Any) -> Path:
+    """Write the directory of a run; return it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    if recipe:
+        (folder / "recipe.json").write_text(json.dumps(recipe))
+    return folder
 
 
 def printed_in(encoding: str, monkeypatch: pytest.MonkeyPatch, text: str) -> bytes:
@@ -179,17 +183,13 @@ def test_log_has_the_numbers_of_its_own_step(capsys: pytest.CaptureFixture[str])
     assert second == "step 20/40  loss 1.0000  9 tok/s"
 
 
-def test_status_shows_brackets_and_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_and_colons_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(total=1)
     screen.status(f"warning: {BRACKETS}")
-    assert capsys.readouterr().out == f"warning: {BRACKETS}\n"
+    console().print(BRACKETS)
+    assert capsys.readouterr().out == f"warning: {BRACKETS}\n{BRACKETS}\n"
     columns = [c for c in screen._progress.columns if isinstance(c, TextColumn)]
     assert columns and not any(column.markup for column in columns)
-
-
-def test_table_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    console().print(BRACKETS)
-    assert capsys.readouterr().out == f"{BRACKETS}\n"
 
 
 @pytest.mark.parametrize("evaluations", [{}, {4: {"eval/accuracy": 0.25}}])
@@ -211,16 +211,14 @@ def test_report_keeps_its_columns_in_every_width(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A table where it fits, otherwise a block for each run; nothing is cut."""
-    runs = [tmp_path / "gsm8k_opd", tmp_path / "gsm8k_opd-2"]
-    for run in runs:
-        run.mkdir()
-        records: list[dict[str, float]] = [
-            {"step": 0, "eval/accuracy": 0.39, "teacher/accuracy": 0.99, "eval/reverse_kl": 0.738},
-            {"step": 120, "eval/accuracy": 0.985, "eval/reverse_kl": 0.008}
-            | {"loss": 0.1, "tokens_per_second": 12345.0},
-        ]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-        (run / "recipe.json").write_text('{"loss": {"type": "topk_reverse_kl"}}')
+    records: list[dict[str, float]] = [
+        {"step": 0, "eval/accuracy": 0.39, "teacher/accuracy": 0.99, "eval/reverse_kl": 0.738},
+        {"step": 120, "eval/accuracy": 0.985, "eval/reverse_kl": 0.008}
+        | {"loss": 0.1, "tokens_per_second": 12345.0},
+    ]
+    loss = {"type": "topk_reverse_kl"}
+    names = ("gsm8k_opd", "gsm8k_opd-2")
+    runs = [recorded(tmp_path / name, *records, loss=loss) for name in names]
     screen = Console(width=columns, markup=False, highlight=False)
     monkeypatch.setattr(report, "console", lambda: screen)
     print_report(runs)
@@ -258,12 +256,8 @@ def test_report_shows_turns_and_tool_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A column each, and a panel each in the figure. A run without tasks has dashes."""
-    own, other = tmp_path / "own", tmp_path / "other"
-    for folder, records in ((own, ROLLOUTS), (other, {4: {"eval/accuracy": 0.5}})):
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(
-            "".join(json.dumps({"step": step, **record}) + "\n" for step, record in records.items())
-        )
+    own = recorded(tmp_path / "own", *({"step": step, **one} for step, one in ROLLOUTS.items()))
+    other = recorded(tmp_path / "other", {"step": 4, "eval/accuracy": 0.5})
     print_report([own, other])
     out = capsys.readouterr().out
     for text in ("turns", "tool calls", "3.46 → 3.12", "2.79 → 2.00", "– → –"):
@@ -284,18 +278,12 @@ def test_figure_of_several_runs_keeps_the_teachers(
     """A grey line where the runs agree on the score, else one in each run's color."""
     made: list[Any] = []
     monkeypatch.setattr(
-        report, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1]
+        figures, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1]
     )
     scores = {"a": 0.9, "b": 0.9, "c": 0.5}
+    student = {"step": 0, "eval/accuracy": 0.1, "eval/reverse_kl": 1.0}
     for name, teacher in scores.items():
-        (tmp_path / name).mkdir()
-        record = {
-            "step": 0,
-            "teacher/accuracy": teacher,
-            "eval/accuracy": 0.1,
-            "eval/reverse_kl": 1.0,
-        }
-        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+        recorded(tmp_path / name, student | {"teacher/accuracy": teacher})
     dashed = []
     for names in ("ab", "abc"):
         draw_report([tmp_path / name for name in names], tmp_path / "report.png", log_kl)
@@ -309,9 +297,7 @@ def test_figure_of_several_runs_keeps_the_teachers(
 
 def test_figure_of_a_directory_with_dollars_and_brackets(tmp_path: Path) -> None:
     """Two dollar signs would be a formula."""
-    run_dir = tmp_path / r"a$\frac$[b]"
-    run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    run_dir = recorded(tmp_path / r"a$\frac$[b]", {"step": 1, "loss": 0.5})
     draw_report([run_dir, run_dir], run_dir / "report.png")
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -325,10 +311,9 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "reverse KL 4.230" in describe(whole | speed)
     print_outcome({0: some, 4: some}, 4, parse_recipe(TINY_RECIPE))
     assert "KL on 32 ids + tail (nats/token)" in capsys.readouterr().out
-    folders = tmp_path / "whole", tmp_path / "some"
-    for folder, record in zip(folders, (whole, some), strict=True):
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, **record}) + "\n")
+    folders = [
+        recorded(tmp_path / str(n), {"step": 0, **one}) for n, one in enumerate((whole, some))
+    ]
     print_report(folders[1:])
     assert "KL on 32 ids + tail" in capsys.readouterr().out
     print_report(folders[:1])
@@ -344,7 +329,6 @@ def test_report_shows_what_an_environment_was_of_a_step(
 ) -> None:
     """At the first and the last evaluated step; what was never measured has no column."""
     environments = {"sums": {"source": "generated"}, "chains": {"source": "generated"}}
-    (tmp_path / "recipe.json").write_text(json.dumps({"environments": environments}))
     shares = [("sums", 0.25, 0.125, 1.5), ("chains", 0.75, 0.875, 0.5)]
     records = [
         {"step": step, "eval/accuracy": 0.5}
@@ -354,8 +338,7 @@ def test_report_shows_what_an_environment_was_of_a_step(
         for step in (2, 4)
     ]
     records.insert(0, {"step": 0, "eval/accuracy": 0.25})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    print_report([tmp_path])
+    print_report([recorded(tmp_path, *records, environments=environments)])
     out = capsys.readouterr().out
     for text in ("25.0% → 25.0%", "75.0% → 75.0%", "– → 12.5%", "– → 87.5%", "0.750 → 0.375"):
         assert text in out

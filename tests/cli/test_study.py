@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from prime_composer.cli import report, study_report
+from prime_composer.cli import figures, study_report
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
-from prime_composer.cli.formatting import percent
+from prime_composer.cli.quantities import QUANTITIES
 from prime_composer.cli.study_file import SAME, load_study
-from prime_composer.cli.study_report import QUANTITIES, as_table, over_seeds, thirds
+from prime_composer.cli.study_report import as_markdown, over_seeds
 from prime_composer.recipe.schema import RecipeError
 from tests.command import prime_rl, toml
 from tests.islands.rig import tables
@@ -98,6 +98,20 @@ def without_times(results: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
+def result_of(
+    *seeds: Sequence[tuple[int, float]], teacher: float | None = None, **series: Any
+) -> dict[str, Any]:
+    """Return a variant of results.json whose seeds measured this reverse KL, and other series."""
+    over: dict[str, Any] = {name: list(over_seeds(series.get(name, []))) for name in QUANTITIES}
+    over["reverse_kl"] = list(over_seeds(seeds))
+    return {
+        "seeds": {str(seed): {} for seed in range(len(seeds))},
+        "unfinished_seeds": [] if seeds else [0, 1],
+        "teacher_scores": {} if teacher is None else {"accuracy": teacher},
+        "over_seeds": over,
+    }
+
+
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -107,12 +121,6 @@ def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
     study, runs = load_study(path)
     assert len(runs) == len(study.items_of) * len(study.seeds)
     assert f"prime-rl study {path.relative_to(ROOT)}" in path.read_text().split("\nbase = ")[0]
-
-
-def test_there_are_studies() -> None:
-    assert {"losses", "flat_teacher", "support", "objectives", "hints"} <= {
-        path.stem for path in STUDIES
-    }
 
 
 def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:
@@ -132,35 +140,44 @@ def test_set_changes_every_variant_after_its_own_items(study_file: WriteStudy) -
         load_study(study_file(), changes=["trainer.seed=3"])
 
 
-def test_a_bad_variant_is_named_with_its_key(study_file: WriteStudy) -> None:
-    message = refusal(study_file(variants={**VARIANTS, "renorm": ["loss.normalisation=renorm"]}))
-    assert "compared.toml: variants.renorm: " in message
-    assert "unknown key loss.normalisation; did you mean normalization?" in message
-    assert "variants.renorm" in refusal(study_file(variants={**VARIANTS, "renorm": ["loss.k"]}))
+SAME_NAMES = {"a": {"b": [], "b-c": []}, "d": {"c-d": [], "d": []}}
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"variants": {"tail": [], "r": ["loss.normalisation=renorm"]}},
+         ("compared.toml: variants.r: ", "loss.normalisation; did you mean normalization?")),
+        ({"variants": {"tail": [], "r": ["loss.k"]}}, ("variants.r",)),
+        ({"variant": {}}, ("unknown key variant; did you mean variants?",)),
+        ({"seeds": [1, 1]}, ("seeds: the same seed twice",)),
+        ({"seeds": []}, ("seeds", "at least 1")),
+        ({"variants": {"tail": []}}, ("at least two variants", "[variants] or [grid.*]: 1")),
+        ({"grid": {"k": {"4": [], "8": []}}}, ("[variants] and [grid.*]: keep one",)),
+        ({"variants": {}, "grid": SAME_NAMES}, ("two variants have the same name",)),
+        ({"variants": {}, "grid": {"k": {"4": [], "-8": []}}}, ("'-8' names a directory",)),
+        ({"overrides": ["trainer.seed=3"]}, ("trainer.seed=3", "belong in `seeds`")),
+        ({"base": "elsewhere.toml"}, ("elsewhere.toml: no such recipe",)),
+        *(({"variants": {**VARIANTS, "more": [item]}},
+           (f"variants.more: {item.partition('=')[0]} differs", "variants.sampled"))
+          for item in ("trainer.batch_size=12", "trainer.steps=5", "student.prepare.seed=9",
+                       "data.size=70")),
+    ],
+)  # fmt: skip
 def test_wrong_study_files_are_refused_with_a_remedy(
+    study_file: WriteStudy, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    message = refusal(study_file(**changes))
+    assert [word for word in words if word not in message] == []
+
+
+def test_file_that_is_absent_or_leaves_the_study_is_refused(
     study_file: WriteStudy, tmp_path: Path
 ) -> None:
-    assert "unknown key variant; did you mean variants?" in refusal(study_file(variant={}))
-    assert "seeds: the same seed twice" in refusal(study_file(seeds=[1, 1]))
-    assert "seeds: Tuple should have at least 1 item" in refusal(study_file(seeds=[]))
-    message = refusal(study_file(variants={"tail": []}))
-    assert "a study compares at least two variants, in [variants] or [grid.*]: 1" in message
-    both = study_file(grid={"k": {"4": [], "8": []}})
-    assert "[variants] and [grid.*]: keep one of them" in refusal(both)
-    same = {"a": {"b": [], "b-c": []}, "d": {"c-d": [], "d": []}}
-    assert "two variants have the same name" in refusal(study_file(variants={}, grid=same))
-    with_sign = study_file(variants={}, grid={"k": {"4": [], "-8": []}})
-    assert "'-8' names a directory" in refusal(with_sign)
-    with_sign = study_file(variants={**VARIANTS, "UP": []})
-    with_sign.write_text(with_sign.read_text().replace("UP", "'../up'"))
-    assert "'../up' names a directory" in refusal(with_sign)
-    message = refusal(study_file(overrides=["trainer.seed=3"]))
-    assert "trainer.seed=3: the seeds of a study belong in `seeds`" in message
-    absent = refusal(tmp_path / "absent.toml")
-    assert "base.toml" not in absent and "no such study" in absent
-    assert "elsewhere.toml: no such recipe" in refusal(study_file(base="elsewhere.toml"))
+    assert "no such study" in refusal(tmp_path / "absent.toml")
+    up = study_file(variants={**VARIANTS, "UP": []})
+    up.write_text(up.read_text().replace("UP", "'../up'"))
+    assert "'../up' names a directory" in refusal(up)
 
 
 def test_a_grid_has_a_variant_for_each_combination(study_file: WriteStudy) -> None:
@@ -178,22 +195,6 @@ def test_a_grid_has_a_variant_for_each_combination(study_file: WriteStudy) -> No
     ]
     assert [run.recipe.loss.k for run in runs] == [4, 5, 4, 5]
     assert study.combinations["reverse", "5"] == (*grid["loss"]["reverse"], "loss.k=5")
-
-
-@pytest.mark.parametrize(
-    ("item", "key"),
-    [
-        ("trainer.batch_size=12", "trainer.batch_size"),
-        ("trainer.steps=5", "trainer.steps"),
-        ("student.prepare.seed=9", "student.prepare.seed"),
-        ("data.size=70", "data.size"),
-    ],
-)
-def test_variants_with_another_start_or_budget_are_refused(
-    study_file: WriteStudy, item: str, key: str
-) -> None:
-    message = refusal(study_file(variants={**VARIANTS, "more": [item]}))
-    assert f"variants.more: {key} differs from that of variants.sampled" in message
 
 
 def test_variants_may_have_other_teachers_and_keep_other_bits() -> None:
@@ -394,11 +395,8 @@ def test_terminal_shows_the_study_as_a_table(
     tmp_path: Path,
 ) -> None:
     """Without the bars of Markdown, with the same cells; table.md stays Markdown."""
-    over: dict[str, Any] = {name: [] for name in QUANTITIES}
-    over["reverse_kl"] = list(over_seeds([[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]))
-    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over}
-    variants = {name: {"seeds": {"0": {}, "1": {}}, **result} for name in ("sampled", "tail")}
-    monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
+    variants = dict.fromkeys(VARIANTS, result_of([(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]))
+    monkeypatch.setattr(study_report, "results_of", lambda study, runs: {"variants": variants})
     screen = Console(width=100, force_terminal=True, color_system=None)
     monkeypatch.setattr(study_report, "console", lambda: screen)
     (tmp_path / "runs").mkdir()
@@ -420,27 +418,24 @@ def test_figure_is_of_the_ends_where_nothing_is_between(
     tmp_path: Path,
 ) -> None:
     """A place for each variant on x then, with the range of its seeds, and steps otherwise."""
-    figures: list[Any] = []
-    over: dict[str, Any] = {name: [] for name in QUANTITIES}
-    over["reverse_kl"] = list(over_seeds([[(step, 0.25) for step in steps]]))
-    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over}
-    variants = {name: {"seeds": {"0": {}}, **result} for name in VARIANTS}
-    monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
-    monkeypatch.setattr(study_report, "save", lambda figure, *rest: figures.append(figure))
+    drawn: list[Any] = []
+    variants = dict.fromkeys(VARIANTS, result_of([(step, 0.25) for step in steps]))
+    monkeypatch.setattr(study_report, "results_of", lambda study, runs: {"variants": variants})
+    monkeypatch.setattr(figures, "save", lambda figure, *rest: drawn.append(figure))
     (tmp_path / "runs").mkdir()
     study_report.write_report(*load_study(study_file(), str(tmp_path / "runs")))
-    (axes,) = figures[0].axes
+    (axes,) = drawn[0].axes
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert (names == [*VARIANTS]) == (len(steps) == 2)
     assert axes.get_xlabel() == ("variant" if len(steps) == 2 else "step")
 
 
 def test_figure_of_few_steps_has_whole_numbers_of_steps() -> None:
-    figure = report.new_figure(4, 3)
+    figure = figures.new_figure(4, 3)
     axes = figure.subplots()
     axes.plot([0, 1, 2], [0.1, 0.2, 0.3])
     assert any(tick % 1 for tick in axes.get_xticks())
-    report.label(axes, "title", "step", "share")
+    figures.label_axes(axes, "title", "step", "share")
     ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= 2]
     assert ticks == [0, 1, 2]
 
@@ -512,56 +507,25 @@ def test_a_stopped_or_diverged_study_compares_the_rest(
     assert "| tail | 0 of 1 |\n" in (folder / "table.md").read_text()
 
 
-def test_table_has_mean_and_range_and_skips_missing_values() -> None:
-    seeds = [[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]
-    empty: dict[str, Any] = {name: [] for name in QUANTITIES}
-    assert thirds([], percent) == "–"
-    over = {"accuracy": list(over_seeds(seeds)), "reverse_kl": list(over_seeds(seeds))}
-    over["step_seconds"] = list(over_seeds([[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]))
-    results = {
-        "variants": {
-            "a": {
-                "seeds": {"0": {}, "1": {}},
-                "unfinished_seeds": [],
-                "teacher_scores": {"accuracy": 0.875},
-                "over_seeds": empty | over,
-            },
-            "b": {
-                "seeds": {},
-                "unfinished_seeds": [0, 1],
-                "teacher_scores": {},
-                "over_seeds": empty,
-            },
-        }
-    }
-    assert as_table(results).splitlines()[2:] == [
-        "| a | 2 | 62.5% (50.0% to 75.0%) | 0.625 (0.500 to 0.750) | 0.50 |",
-        "| b | 0 of 2 | – | – | – |",
+def test_table_has_mean_range_and_the_start_of_each_teacher() -> None:
+    """Seconds are a mean over all steps, and the signal's share that of the thirds of a run."""
+    both = [(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]
+    share = [(step, value) for step, value in enumerate((0.1, 0.3, 0.9, 0.9, 0.5, 0.7))]
+    more = {"step_seconds": [[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]], "top1pct": [share]}
+    a = result_of(*both, teacher=0.875, accuracy=both, **more)
+    b = result_of(both[0], both[0], teacher=0.5, accuracy=both)
+    table = as_markdown({"variants": {"a": a, "b": result_of(), "a-2": a, "c": b}})
+    assert table.splitlines()[2:] == [
+        "| a | 2 | 62.5% (50.0% to 75.0%) | 0.625 (0.500 to 0.750) | 20.0% → 60.0% | 0.50 |",
+        "| b | 0 of 2 | – | – | – | – |",
+        "| a-2 | 2 | 62.5% (50.0% to 75.0%) | 0.625 (0.500 to 0.750) | 20.0% → 60.0% | 0.50 |",
+        "| c | 2 | 62.5% (50.0% to 75.0%) | 0.500 | – | – |",
         "",
-        "Before training: accuracy 25.0% (the teacher 87.5%), reverse KL 0.250.",
-    ]
-    assert (
-        thirds([{"mean": value} for value in (0.1, 0.3, 0.9, 0.9, 0.5, 0.7)], percent)
-        == "20.0% → 60.0%"
-    )
-
-
-def test_table_has_the_start_of_each_teacher() -> None:
-    def result(accuracy: float) -> dict[str, Any]:
-        over: dict[str, Any] = {name: [] for name in QUANTITIES}
-        over["accuracy"] = list(over_seeds([[(0, 0.25), (4, 0.5)]]))
-        return {
-            "seeds": {"0": {}},
-            "unfinished_seeds": [],
-            "teacher_scores": {"accuracy": accuracy},
-            "over_seeds": over,
-        }
-
-    results = {"variants": {"a-1": result(0.5), "a-2": result(0.5), "b-1": result(0.75)}}
-    lines = [line for line in as_table(results).splitlines() if line.startswith("Before")]
-    assert lines == [
-        "Before training, a-1 and those like it: accuracy 25.0% (the teacher 50.0%).",
-        "Before training, b-1 and those like it: accuracy 25.0% (the teacher 75.0%).",
+        "Before training, a and those like it: accuracy 25.0% (the teacher 87.5%), "
+        "reverse KL 0.250.",
+        "",
+        "Before training, c and those like it: accuracy 25.0% (the teacher 50.0%), "
+        "reverse KL 0.250.",
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prime_composer.cli.report import draw_report, loss_parts, series
+from prime_composer.cli.figures import draw_report
 from prime_composer.local.tracker import METRICS_FILE, Tracker, read_metrics
 from prime_composer.recipe.schema import LoggingConfig
 
@@ -209,16 +209,6 @@ def test_missing_wandb_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         Tracker(tmp_path, WANDB)
-
-
-def test_report_takes_each_number_from_its_records(tmp_path: Path) -> None:
-    records = [
-        {"step": 0, "eval/accuracy": 0.1},
-        {"step": 1, "loss": 2.0, "x/kl_in_support": 1.5, "x/kl_mass": 0.5},
-    ]
-    assert series(records, "eval/accuracy") == ([0], [0.1])
-    assert series(records, "loss") == ([1], [2.0])
-    assert loss_parts(records) == ["loss", "x/kl_in_support", "x/kl_mass"]
 
 
 def test_a_run_without_an_evaluation_yet_can_be_drawn(tmp_path: Path) -> None:
