@@ -3,31 +3,21 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from prime_composer.cli.formatting import MISSING, percent
 from prime_composer.cli.program import program
 from prime_composer.cli.progress import Screen
+from prime_composer.cli.quantities import MISSING
 from prime_composer.cli.report import console
 from prime_composer.local.preflight import Finding, one_line
-from prime_composer.local.probe.report import (
-    Agreement,
-    ModelFacts,
-    PluginReport,
-    ProbeReport,
-    StepForecast,
-    StudentReport,
-    TeacherReport,
-    Throughput,
-    TokenizerPairFacts,
-)
+from prime_composer.local.probe.report import ModelReport, ProbeReport
 from prime_composer.local.probe.run import OPENING, probe
 from prime_composer.local.run_dir.model_check import check_models
 from prime_composer.local.run_dir.plan import plan
@@ -39,6 +29,27 @@ PASSED = {"ok": True, "failed": False, "skipped": None}  # A check's; a warning 
 
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
+TITLES = {
+    "agreement": "nats from a forward pass",
+    "vocabulary": "output head, entries",
+    "largest_k": "largest K",
+    "largest_k_exact": "a larger K is refused",
+    "entropy": "entropy, nats",
+    "recommended_k": "recommended K",
+    "k": "K",
+    "column": "K",
+    "reverse_kl": "reverse KL, nats",
+    "hidden": "share of the KL hidden",
+    "endings": "of them at the end",
+    "throughput": "scoring, rollout tokens without prompts",
+    "by_k": "by K",
+    "special_tokens": "special tokens in the rollouts, mean probabilities",
+    "run_seconds": "run seconds, without evaluations",
+}
+"""Field of a record -> its title, where the field's own name is not enough."""
+
+SHOWN = 8  # Entries of a list in one cell
+
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object."""
@@ -49,7 +60,7 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         if finding.state == "failed":
             print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
     if as_json:
-        print(json.dumps(plain(serialized(report)), indent=2, allow_nan=False))
+        print(json.dumps(finite(serialized(report)), indent=2, allow_nan=False))
     return 0 if report.passed else 1
 
 
@@ -57,10 +68,10 @@ def _measured(recipe: Recipe) -> ProbeReport:
     """Return what is measured of one recipe, with what a dry run refuses."""
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)
-        refused = refusal(OPENING, lambda: check_models(recipe))
+        refused = _refused(OPENING, lambda: check_models(recipe))
         if refused is not None:
             return ProbeReport([refused])
-        refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
+        refused = _refused("what rl --dry-run checks", lambda: plan(recipe, problems))
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         report = probe(recipe, problems, paths, screen.status)
         # A check of the open models has said it already, with the same words or better ones.
@@ -69,7 +80,7 @@ def _measured(recipe: Recipe) -> ProbeReport:
         return report
 
 
-def refusal(name: str, check: Callable[[], object]) -> Finding | None:
+def _refused(name: str, check: Callable[[], object]) -> Finding | None:
     """Return what a check refuses; None where it passes."""
     try:
         check()
@@ -83,274 +94,118 @@ def serialized(report: ProbeReport) -> dict[str, Any]:
     fields = asdict(report)
     del fields["findings"]
     checks = [
-        {"name": finding.name, "passed": passed, "message": finding.text or None}
-        for finding, passed in results(report.findings)
+        {"name": one.name, "passed": PASSED[one.state], "message": one.text or None}
+        for one in checks_of(report)
     ]
     return {"passed": report.passed, "checks": checks, "warnings": report.warnings, **fields}
 
 
-def results(findings: Iterable[Finding]) -> list[tuple[Finding, bool | None]]:
-    """Return the result of each check: whether it passed, None where it was not run."""
-    return [(one, PASSED[one.state]) for one in findings if one.state in PASSED]
+def checks_of(report: ProbeReport) -> list[Finding]:
+    """Return the findings that are the result of a check."""
+    return [one for one in report.findings if one.state in PASSED]
 
 
-def plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Return a value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_probe(report: ProbeReport) -> None:
     """Print the report as tables, the checks first and the recommendations last."""
     screen = console()
-    made = [checks_table(report.findings)]
+    checks = [(one.name, _result(one)) for one in checks_of(report)]
+    made = [table_of("checks", ("check", "result"), checks)]
     if report.student is not None and report.step is not None:
-        made.append(models_table(report.student, report.teachers))
+        models: dict[str, ModelReport] = {"student": report.student, **report.teachers}
+        why = {name: model.unmeasured for name, model in models.items()}
+        reasons = [(name, *reason) for name, own in why.items() for reason in own.items()]
         made += [
-            tokenizers_table(name, teacher.tokenizers)
-            for name, teacher in report.teachers.items()
-            if teacher.tokenizers is not None
+            table_of("models", ("", *models), side_by_side([*models.values()])),
+            *lists_of(models),
+            table_of("one step of this recipe", ("", "value"), side_by_side([report.step])),
+            table_of("not measured", ("model", "what", "why"), reasons),
         ]
-        made += teacher_tables(report.teachers)
-        made.append(step_table(report.step, report.student))
-        made.append(unmeasured_table(report.student, report.teachers))
     for table in made:
         if table.row_count:
             screen.print(table)
-    for title, lines in (
-        ("warnings", report.warnings),
-        ("recommendations", report.recommendations),
-    ):
-        if lines:
+    for title in ("warnings", "recommendations"):
+        if lines := getattr(report, title):
             screen.print(Text(title, style="bold"))
         for line in lines:
             screen.print(Text(f"  - {line}"), soft_wrap=True)
 
 
-def table_of(
-    title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], left: bool = False
-) -> Table:
-    """Return a table whose first column is a name. Brackets in a cell are no markup."""
-    table = Table(title=Text(title, style="bold"), box=SIMPLE_HEAD, title_justify="left")
-    for index, column in enumerate(columns):
-        justify: Any = "right" if index and not left else "left"
-        table.add_column(Text(column), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(MISSING if cell is None else str(cell)) for cell in row))
-    return table
+def _result(finding: Finding) -> str:
+    """Return a check's result in words; why it failed is on standard error."""
+    word = WORDS[PASSED[finding.state]]
+    return f"{word}: {finding.text}" if finding.text and finding.state == "skipped" else word
 
 
-def checks_table(findings: Iterable[Finding]) -> Table:
-    """Return the preflight's checks and those of a step's parts. Why one failed is below them."""
-    rows = (
-        (
-            finding.name,
-            WORDS[passed] + (f": {finding.text}" if finding.text and passed is not False else ""),
-        )
-        for finding, passed in results(findings)
-    )
-    return table_of("checks", ("check", "result"), rows, left=True)
-
-
-def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) -> Table:
-    """Return tokenizers, limits and numbers: a column for the student and one per teacher."""
-    facts = [student.facts, *(teacher.facts for teacher in teachers.values())]
-
-    def models(cell: Callable[[ModelFacts], object]) -> list[object]:
-        return [*map(cell, facts)]
-
-    def own(cell: Callable[[TeacherReport], object], of_student: object = "") -> list[object]:
-        return [of_student, *map(cell, teachers.values())]
-
-    def plugin(cell: Callable[[PluginReport], object]) -> list[object]:
-        return own(lambda teacher: None if teacher.plugin is None else cell(teacher.plugin))
-
-    rows = {
-        "model": models(lambda model: model.model),
-        "backend": models(lambda model: model.url or model.backend),
-        "tokenizer: hash of the vocabulary": models(lambda m: hash_cell(m, "vocabulary_hash")),
-        "  hash of the split of three texts": models(lambda m: hash_cell(m, "split_hash")),
-        "  as the student's": own(lambda teacher: yes(teacher.same_tokenizer)),
-        "chat template hash": models(lambda m: hash_cell(m, "template_hash")),
-        "  same prompts": own(lambda teacher: yes(teacher.same_prompts)),
-        "EOS and its id": models(eos_cell),
-        "special and added tokens": models(lambda m: m.tokenizer and len(m.tokenizer.special_ids)),
-        "output head, entries": models(lambda model: count(model.vocabulary)),
-        "context, tokens": models(lambda model: count(model.context)),
-        "largest K": own(largest_cell),
-        "log-probs when sampling": models(lambda model: model.logprob_mode),
-        "dtype": own(dtype_cell, student.facts.dtype),
-        "entropy, nats": own(entropy_cell),
-        "recommended K": own(lambda teacher: teacher.support and teacher.support.recommended_k),
-        "nats from a forward pass": own(
-            lambda teacher: agreement_cell(teacher.agreement), agreement_cell(student.agreement)
-        ),
-    }
-    if any(teacher.plugin is not None for teacher in teachers.values()):
-        rows |= {
-            "scoring plugin": plugin(version_cell),
-            "  kinds": plugin(lambda plugin: ", ".join(plugin.kinds) or None),
-            "  output head": plugin(head_cell),
-            "  falls back to JSON": plugin(
-                lambda plugin: "every score" if plugin.version is None else "nothing"
-            ),
-        }
-    rows_with_titles = ((title, *cells) for title, cells in rows.items())
-    return table_of("models", ("", "student", *teachers), rows_with_titles)
-
-
-def tokenizers_table(name: str, pair: TokenizerPairFacts) -> Table:
-    """Return what a teacher with a tokenizer of its own says of the student's tokens."""
-    often = ", ".join(map(repr, pair.often_open))
-    rows = {
-        "student's tokens": f"{pair.positions:,}",
-        "  that begin on a boundary of the teacher's": percent(pair.aligned),
-        "  non-canonical": percent(pair.noncanonical),
-        "  without a score": percent(pair.unscored),
-        "  with a bound of other tokenizations above 5% of the mass": percent(pair.off_path),
-        "teacher's tokens per student token": f"{pair.teacher_tokens:.2f}",
-        "teacher's mass on closed tokens": f"{percent(pair.closed_mass)} (open: "
-        f"{pair.open_tokens:,} tokens{often and f', most often {often}'})",
-        f"teacher's mass on the {pair.k} ids": f"{pair.support_mass:.3f} of {pair.best_mass:.3f}",
-        "end of the student's prompt": repr(pair.student_prompt),
-        "end of the teacher's prompt": repr(pair.teacher_prompt),
-    }
-    return table_of(f"tokenizers of the student and {name}", ("", "value"), rows.items(), left=True)
-
-
-def teacher_tables(teachers: Mapping[str, TeacherReport]) -> list[Table]:
-    """Return the special tokens of the rollouts, the speeds of scoring, and what each K hides."""
-    tokens = (
-        (
-            *(row.token, name, row.student_id, row.teacher_id),
-            f"{row.occurrences}" + (f" ({row.endings} end a rollout)" if row.endings else ""),
-            *(f"{row.student_probability:.3g}", f"{row.teacher_probability:.3g}"),
-        )
-        for name, teacher in teachers.items()
-        for row in teacher.special_tokens
-    )
-    entries = [entry for teacher in teachers.values() for entry in teacher.throughput]
-    columns = [*dict.fromkeys(entry.column for entry in entries)]
-    speeds = []
-    for name, teacher in teachers.items() if columns else ():
-        cells = {entry.column: speed_cell(entry) for entry in teacher.throughput}
-        speeds.append((name, *map(cells.get, columns)))
-    supports = (
-        (name, row.k, f"{row.mass_outside:.2e}", f"{row.reverse_kl:.4f}", percent(row.hidden))
-        for name, teacher in teachers.items()
-        for row in (teacher.support.by_k if teacher.support is not None else ())
-    )
-    return [
-        table_of(
-            "special tokens in the rollouts, mean probabilities",
-            ("token", "teacher", "id", "teacher's id", "positions", "student", "teacher"),
-            tokens,
-        ),
-        table_of("scoring, rollout tokens per second (seconds per step)", ("K", *columns), speeds),
-        table_of(
-            "the teacher's top K on rollouts of the student",
-            ("teacher", "K", "mass outside", "reverse KL, nats", "KL hidden"),
-            supports,
-        ),
+def side_by_side(records: Sequence[object]) -> list[tuple[str, ...]]:
+    """Return a row for each single value of some records, with a cell for each record."""
+    columns = [
+        {title: formatted(value) for title, value in leaves(record) if not is_list(value)}
+        for record in records
     ]
+    titles = dict.fromkeys(title for column in columns for title in column)
+    rows = [(title, *(column.get(title, MISSING) for column in columns)) for title in titles]
+    return [row for row in rows if set(row[1:]) != {MISSING}]
 
 
-def step_table(step: StepForecast, student: StudentReport) -> Table:
-    column = "" if step.column is None else f" at K = {step.column}"
-    column = " with hidden states" if step.column == "states" else column
-    rows = {
-        "rollouts": step.rollouts,
-        "rollout tokens": count(step.tokens),
-        "tokens per rollout": count(student.tokens_per_rollout),
-        "cut off at max_tokens": percent(student.truncated),
-        "sampling": seconds(step.sample_seconds),
-        f"scoring{column}": seconds(step.score_seconds),
-        "forward and backward": seconds(step.train_seconds),
-        "all steps, without evaluations": seconds(step.run_seconds),
-    }
-    return table_of("one step of this recipe", ("", "value"), rows.items())
+def lists_of(models: Mapping[str, object]) -> Iterator[Table]:
+    """Yield a table for each list of records that some models have, such as the speed at each K."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for model, record in models.items():
+        for title, value in leaves(record):
+            for one in value if is_list(value) else ():
+                row = {"model": model} | {name: formatted(cell) for name, cell in leaves(one)}
+                found.setdefault(title, []).append(row)
+    for title, rows in found.items():
+        yield table_of(title, [*rows[0]], [[*row.values()] for row in rows])
 
 
-def unmeasured_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) -> Table:
-    """Return what was not measured, with the reasons."""
-    models = {"student": student.unmeasured} | {n: t.unmeasured for n, t in teachers.items()}
-    rows = ((name, *reason) for name, reasons in models.items() for reason in reasons.items())
-    return table_of("not measured", ("model", "what", "why"), rows, left=True)
+def leaves(record: object, of: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield title and value of each field of a record, and of the records within it."""
+    for name, value in vars(record).items():
+        title = of + TITLES.get(name, name.replace("_", " "))
+        if is_dataclass(value):
+            yield from leaves(value, "" if name == "facts" else f"{title}: ")
+        elif name != "unmeasured":
+            yield title, value
 
 
-def yes(value: bool | None) -> str | None:
-    return None if value is None else "yes" if value else "NO"
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list of records."""
+    return isinstance(value, list) and any(map(is_dataclass, value))
 
 
-def count(value: int | float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
+def formatted(value: Any) -> str:
+    """Format a single value. A text that is not printable is quoted, as Python does it."""
+    if value is None or value in ([], {}):
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        value = [f"{name} {formatted(one)}" for name, one in value.items()]
+    if isinstance(value, list):
+        more = [f"and {len(value) - SHOWN} more"] if len(value) > SHOWN else []
+        return ", ".join([*map(formatted, value[:SHOWN]), *more])
+    return value if value.isprintable() and value == value.strip() else repr(value)
 
 
-def seconds(value: float | None) -> str | None:
-    """Format seconds, from an hour on as hours."""
-    if value is None:
-        return None
-    return f"{value / 3600:,.1f} h" if value >= 3600 else f"{value:.3g} s"
-
-
-def hash_cell(model: ModelFacts, name: str) -> str:
-    if model.tokenizer is None:
-        return "cannot be asked"
-    without = "none" if model.tokenizer.from_files else "cannot be asked"
-    return getattr(model.tokenizer, name) or without
-
-
-def eos_cell(model: ModelFacts) -> str | None:
-    """Format the token that ends a text."""
-    if model.tokenizer is None or model.tokenizer.eos is None:
-        return None
-    eos = model.tokenizer.eos
-    return f"{eos} {model.tokenizer.special_ids.get(eos, MISSING)}"
-
-
-def largest_cell(teacher: TeacherReport) -> str | None:
-    if teacher.facts.largest_k is None:
-        return None
-    return ("" if teacher.facts.largest_k_exact else "at least ") + f"{teacher.facts.largest_k:,}"
-
-
-def dtype_cell(teacher: TeacherReport) -> str:
-    """Format a teacher's dtype: what its numbers show, else the recipe's."""
-    return "bfloat16-like" if teacher.head_bfloat16 else f"{teacher.facts.dtype} (recipe)"
-
-
-def entropy_cell(teacher: TeacherReport) -> str | None:
-    """Format a teacher's entropy, a lower bound below K = V."""
-    support = teacher.support
-    if support is None:
-        return None
-    bound = "" if support.largest_k == teacher.facts.vocabulary else "at least "
-    return f"{bound}{support.entropy:.3f}"
-
-
-def agreement_cell(agreement: Agreement | None) -> str | None:
-    """Format the distance from a forward pass."""
-    return f"{agreement.largest:.1e} (mean {agreement.mean:.1e})" if agreement else None
-
-
-def speed_cell(entry: Throughput) -> str:
-    if entry.tokens_per_second is None:
-        return "refused"
-    return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g})"
-
-
-def version_cell(plugin: PluginReport) -> str:
-    return "none" if plugin.version is None else f"version {plugin.version}, vLLM {plugin.vllm}"
-
-
-def head_cell(plugin: PluginReport) -> str | None:
-    head = plugin.head
-    if head is None:
-        return None
-    dtype = head["dtype"]
-    if head["computed_in"] != dtype:
-        dtype += f", computed in {head['computed_in']}"
-    return f"{head['rows']:,} x {head['columns']:,} {dtype}, {head['sha256'][:12]}"
+def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table. Brackets in a cell are no markup."""
+    table = Table(title=Text(title, style="bold"), box=SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        table.add_column(Text(column), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table

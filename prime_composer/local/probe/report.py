@@ -191,6 +191,9 @@ class StudentReport:
     unmeasured: Mapping[str, str]  # reasons by measurement
 
 
+ModelReport = StudentReport | TeacherReport
+
+
 @dataclass(frozen=True)
 class StepForecast:
     """One step of the recipe, as it was measured.

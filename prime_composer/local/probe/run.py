@@ -78,16 +78,6 @@ LONGEST_WAIT = 10.0  # Seconds that a request waits, unless the recipe says less
 
 OPENING = "opening the models"
 
-NO_TEACHER = (
-    "[{table}] tape_only = true opens no teacher, and a probe measures it: add "
-    "--set {table}.tape_only=false"
-)
-
-TO_OTHERS = (
-    "{key} would send the server of [rollout] {what} weights, which everybody who uses it would "
-    "get; probe with another rollout.backend, or start the run"
-)
-
 C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig, ReferenceConfig)
 
 
@@ -99,19 +89,12 @@ def probe(
     seconds: float = SECONDS_PER_COLUMN,
 ) -> ProbeReport:
     """Open a recipe's models, run the preflight's checks, and measure. A failure is a result."""
-    for table, teacher in Routing.of_recipe(recipe).teachers.items():
-        if teacher.tape_only:
-            return ProbeReport([Finding(OPENING, "failed", NO_TEACHER.format(table=table.table))])
+    routing = Routing.of_recipe(recipe)
+    if (refused := next(refusals(recipe, routing), None)) is not None:
+        return ProbeReport([Finding(OPENING, "failed", refused)])
     recipe = impatient(recipe)
-    lora, sends = recipe.student.lora, None
-    if recipe.student.quantize is not None:
-        sends = {"key": "student.quantize", "what": "rounded"}
-    elif lora is not None and lora.start is not None:
-        sends = {"key": "student.lora.start", "what": "merged"}
-    if sends is not None and recipe.rollout.url is not None:
-        return ProbeReport([Finding(OPENING, "failed", TO_OTHERS.format(**sends))])
     try:
-        check_routing(Routing.of_recipe(recipe), problems)
+        check_routing(routing, problems)
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport([Finding(OPENING, "failed", one_line(error))])
@@ -119,23 +102,42 @@ def probe(
         return probe_engine(engine, recipe, status, seconds)
 
 
+def refusals(recipe: Recipe, routing: Routing) -> Iterator[str]:
+    """Yield what of a recipe cannot be probed."""
+    for teacher, table in routing.teachers.items():
+        if table.tape_only:
+            yield (
+                f"[{teacher.table}] tape_only = true opens no teacher, and a probe measures it: "
+                f"add --set {teacher.table}.tape_only=false"
+            )
+    student = recipe.student
+    sent = {
+        "student.quantize": student.quantize is not None,
+        "student.lora.start": student.lora is not None and student.lora.start is not None,
+    }
+    for key, is_sent in sent.items():
+        if is_sent and recipe.rollout.url is not None:
+            yield (
+                f"{key} would send changed weights to the server of [rollout], which everybody who "
+                "uses it would get; probe with another rollout.backend, or start the run"
+            )
+
+
 def impatient(recipe: Recipe) -> Recipe:
     """Return the recipe with short waits for servers, and without tapes."""
 
-    def shortened(config: C) -> C:
-        values = dict(config) | {"wait": min(config.wait, LONGEST_WAIT)}
-        if "tape" in values:
-            values["tape"] = None
-        return config.model_construct(config.model_fields_set, **values)
+    def shortened(table: C | None) -> C | None:
+        if table is None:
+            return None
+        values = dict(table) | {"wait": min(table.wait, LONGEST_WAIT), "tape": None}
+        # Its own `wait` would be for a server that is starting: what the user gave stays known.
+        return table.model_construct(table.model_fields_set, **values)
 
-    return recipe.model_copy(
-        update={
-            "rollout": shortened(recipe.rollout),
-            "teacher": None if recipe.teacher is None else shortened(recipe.teacher),
-            "teachers": {name: shortened(teacher) for name, teacher in recipe.teachers.items()},
-            "reference": None if recipe.reference is None else shortened(recipe.reference),
-        }
-    )
+    tables = {
+        name: shortened(getattr(recipe, name)) for name in ("rollout", "teacher", "reference")
+    }
+    teachers = {name: shortened(teacher) for name, teacher in recipe.teachers.items()}
+    return recipe.model_copy(update={**tables, "teachers": teachers})
 
 
 def probe_engine(
@@ -287,9 +289,9 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
         targets.append(
             Target(
                 table=teacher.table,
-                facts=facts_of(spec, limits),
+                facts=model_facts(spec, limits),
                 scorer=scorer,
-                score=partial(score, scorer),
+                ask=partial(_ask, scorer),
                 # A teacher that the step has no rollout for can read those of the others.
                 samples=(own or read)[:ROLLOUTS],
                 share=len(own) / max(len(read), 1),
@@ -299,15 +301,10 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
     return targets
 
 
-def score(scorer: Scorer, samples: Sequence[Sample], k: SupportSize) -> list[Scores]:
-    """Return a teacher's answers to one column of the table of speeds."""
-    size, hidden = asked_for(k)
+def _ask(
+    scorer: Scorer, samples: Sequence[Sample], size: int | Literal["full"], hidden: bool
+) -> list[Scores]:
     return scorer.score([sample.rollout for sample in samples], size, hidden=hidden)
-
-
-def asked_for(k: SupportSize) -> tuple[int | Literal["full"], bool]:
-    """Return K of a column, and whether it is hidden states."""
-    return (0, True) if k == "states" else (k, False)
 
 
 def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sample]) -> Target:
@@ -315,9 +312,8 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
     hints = zip(samples, policy.hints(samples), strict=True)
     hinted = {sample: hint for sample, hint in hints if hint is not None}
 
-    def score_hinted(own: Sequence[Sample], k: SupportSize) -> list[Scores]:
+    def ask(own: Sequence[Sample], size: int | Literal["full"], hidden: bool) -> list[Scores]:
         prompts = [policy.prompt_of(sample, hinted[sample]) for sample in own]
-        size, hidden = asked_for(k)
         return policy.score([sample.rollout for sample in own], prompts, size, hidden=hidden)
 
     return Target(
@@ -331,14 +327,14 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
             largest_k=engine.vocab_size,
         ),
         scorer=None,
-        score=score_hinted,
+        ask=ask,
         samples=[*hinted][:ROLLOUTS],
         share=len(hinted) / max(len(samples), 1),
         load_tokenizer=lambda: engine.problems.tokenizer,
     )
 
 
-def facts_of(spec: BackendSpec, limits: Limits) -> ModelFacts:
+def model_facts(spec: BackendSpec, limits: Limits) -> ModelFacts:
     """Return what the recipe and the backend say about a model."""
     return ModelFacts(
         model=str(spec.model),
@@ -360,7 +356,7 @@ def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> Studen
         found.unmeasured["training"] = one_line(step.error)
     prompt = engine.problems.prompt(engine.problems.problem_set.practice[0])
     facts = replace(
-        facts_of(spec, sampler.limits),
+        model_facts(spec, sampler.limits),
         vocabulary=engine.vocab_size,
         largest_k=None,
         logprob_mode=found.attempt("log-prob mode", lambda: logprob_mode(sampler, prompt)),

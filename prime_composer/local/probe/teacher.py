@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -71,10 +71,17 @@ class Target:
     table: str  # of the recipe
     facts: ModelFacts  # what recipe and backend say; the rest is added by the probe
     scorer: Scorer | None  # None for a policy teacher
-    score: Callable[[Sequence[Sample], SupportSize], list[Scores]]  # scores samples at a K
+    # scores samples with that many ids, or with hidden states
+    ask: Callable[[Sequence[Sample], int | Literal["full"], bool], list[Scores]]
     samples: Sequence[Sample]  # rollouts of the student
     share: float  # share of the recipe's rollouts that it scores
     load_tokenizer: Callable[[], Any]  # returns its tokenizer; None where the directory has none
+
+    def score(self, samples: Sequence[Sample], column: SupportSize) -> list[Scores]:
+        """Return the teacher's answers to one column of the table of speeds."""
+        if column == "states":
+            return self.ask(samples, 0, True)
+        return self.ask(samples, column, False)
 
     @property
     def has_own_tokenizer(self) -> bool:
@@ -111,7 +118,7 @@ def probe_teacher(
     widest = max((int(k) for k in accepted if k.isdigit()), default=0)
     if accepted:
         compared = found.attempt(
-            "support", lambda: compare(target, model, widest, micro_batch_tokens)
+            "support", lambda: both_models(target, model, widest, micro_batch_tokens)
         )
     if compared is not None:
         support = found.attempt("support", lambda: support_facts(compared, columns))
@@ -289,7 +296,7 @@ class Compared:
 
 
 @torch.no_grad()
-def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -> Compared:
+def both_models(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -> Compared:
     """Score rollouts at K, and run the student over them."""
     scores = target.score(target.samples, k)
     scored = [
