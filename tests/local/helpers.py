@@ -55,29 +55,6 @@ class Silent:
             os.kill(os.getpid(), self.signum)
 
 
-class Lines(Silent):
-    """A display that prints a line per step that measured something.
-
-    Args:
-        names: what is printed: metrics whose names begin like these.
-    """
-
-    def __init__(self, *names: str):
-        super().__init__()
-        self.names = names
-
-    def status(self, text: str) -> None:
-        print(f"  {text}", flush=True)
-
-    def start(self, metrics: dict[str, float]) -> None:
-        self.step(0, metrics)
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        measured = [f"{k} {v:.4f}" for k, v in metrics.items() if k.startswith(self.names)]
-        if measured:
-            print(f"  step {step}: {'  '.join(measured)}", flush=True)
-
-
 def collect(
     engine: Engine, recipe: Recipe, step: int, clock: Clock
 ) -> tuple[Batch, dict[str, float]]:

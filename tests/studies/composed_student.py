@@ -27,12 +27,10 @@ from jaxtyping import Float  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from prime_composer import distill  # noqa: E402
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer  # noqa: E402
-from prime_composer.local.train import train  # noqa: E402
-from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from tests.cross_tokenizer.toys import trained  # noqa: E402
-from tests.local.helpers import Lines  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 
@@ -50,10 +48,6 @@ def composed(
 
     Both are byte-level BPEs, whose tokens are written in one alphabet. A token that both have keeps
     its own. A byte that no old token writes, such as one of no UTF-8, gets the mean of all.
-
-    Args:
-        embeddings: of the old tokens.
-        old, new: the tokenizers.
     """
     known, every = old.get_vocab(), embeddings.float().mean(0)
     rows = every.repeat(new.get_vocab_size(), 1)
@@ -65,18 +59,13 @@ def composed(
 
 
 def build(teacher: Path, texts: Sequence[str], size: int, folder: Path) -> None:
-    """Write a student with the teacher's layers and a vocabulary of its own to a folder.
-
-    Raises:
-        ValueError: the teacher's head is not tied to its embeddings.
-    """
+    """Write a student with the teacher's layers and a vocabulary of its own to a folder."""
     transformers: Any = import_transformers()
     tokenizer = load_tokenizer(teacher)
     special = [*dict.fromkeys([tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token])]
     own = trained(texts, size, [token for token in special if token is not None])
     model = transformers.AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
-    if not model.config.tie_word_embeddings:
-        raise ValueError(f"{teacher} has a head of its own; choose a model whose head is tied")
+    assert model.config.tie_word_embeddings, "a teacher with a head of its own"
     rows = composed(model.get_input_embeddings().weight.data, tokenizer.backend_tokenizer, own)
     model.resize_token_embeddings(len(rows), mean_resizing=False)
     model.get_input_embeddings().weight.data.copy_(rows)
@@ -129,14 +118,7 @@ def main() -> None:
             *args.overrides,
         ],
     )
-    folder.mkdir(parents=True)
-    train(
-        recipe,
-        load_problem_set(recipe.sources),
-        {},
-        folder,
-        Lines("eval/", "teacher/", "xtok/", "loss"),
-    )
+    distill(recipe, output_dir=folder)
 
 
 if __name__ == "__main__":

@@ -14,55 +14,8 @@ student's end-of-text token probability e^-20 everywhere, as a chat model does t
 with another token. The rest of its distribution keeps its proportions. The planted teacher scores
 the student's training. The printed KL is measured against the true one.
 
-Results for recipes/gsm8k_opd.toml with models of 900 SFT steps, one seed, 40 steps
-(``--seeds 0 --steps 40``). The mask removes the first end of text of a response. "top 1%" and
-"removed" (the mask's share of |A|) are means over the first quarter of the steps:
-
-    loss         teacher  mask    accuracy  cut off  true KL   top 1%  removed
-    sampled      true     no         79.0%     0.0%    0.136    18.6%     0.0%
-    sampled      planted  no         61.5%    99.0%    1.661    13.5%     0.0%
-    sampled      planted  yes        79.0%     4.5%    0.270    18.1%    59.2%
-    tail K = 16  true     no         83.5%     0.0%    0.062    22.5%     0.0%
-    tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
-    tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
-
-Answers that may be longer collapse for good. Five seeds, another processor, which trains other
-models (``--seeds 0 1 2 3 4 --steps 40 --set rollout.max_tokens=94``), mean (least to greatest):
-
-    loss         teacher  mask               accuracy  cut off  true KL      end growth  loops
-    sampled      true     no      67.2% (66.0%-68.5%)     0.0%    0.141  8.4e-01   0.49   0.3%
-    sampled      planted  no         5.4% (3.0%-7.0%)   100.0%    0.717  2.1e-09   2.78  67.2%
-    sampled      planted  end     64.8% (60.5%-69.5%)     0.4%    0.173  2.1e-09   0.50   0.6%
-    sampled      planted  loops      4.0% (2.0%-6.5%)   100.0%    0.652  2.1e-09   2.78  84.7%
-    tail K = 16  true     no      74.4% (72.0%-76.0%)     0.0%    0.077  8.4e-01   0.48   0.0%
-    tail K = 16  planted  no      20.2% (17.0%-23.5%)    38.1%    0.430  2.1e-09   1.35  21.2%
-    tail K = 16  planted  end     55.7% (49.5%-60.5%)    16.0%    0.265  2.1e-09   0.82  10.3%
-    tail K = 16  planted  loops   19.0% (15.0%-24.0%)    44.0%    0.468  2.1e-09   1.42  27.8%
-
-Each planted run is warned of in step 3, the first in which it can be, and no run of the true
-teacher. The mask of the end restores the sampled token's accuracy. It restores two thirds of what
-the tail loss has lost: 16% of its answers are still cut. With one seed and the models of the first
-table it restored all.
-
-The teacher's probability of the end of text says so from the first step on. To leave repeated ends
-out does not help: the student writes them because it does not end.
-
-The other teacher ends by a token of its own, which has the true end's probability. With both ends
-in ``[loss.stops]`` each seed ends as with the true teacher, to a point of accuracy. Same settings,
-models of a third processor; seeds 0 to 4, or the first 3 or 4 ("of"):
-
-    loss         teacher  mask               accuracy  cut off  true KL      end growth  loops
-    sampled      true     no      78.1% (74.0%-81.5%)     0.1%    0.111  9.7e-01   0.65   0.6%
-    sampled      other    end     79.3% (74.5%-82.5%)     0.2%    0.101  2.1e-09   0.67   0.5%  of 3
-    sampled      other    stops   78.5% (75.0%-81.5%)     0.1%    0.112  2.1e-09   0.65   0.6%
-    tail K = 16  true     no      87.9% (87.0%-88.5%)     0.0%    0.046  9.7e-01   0.67   0.4%  of 4
-    tail K = 16  other    stops   87.7% (87.0%-88.5%)     0.0%    0.047  2.1e-09   0.64   0.3%
-
-No run of the other teacher without mask or stops was finished. Stops leave the warning as it is.
-
-One token in about 16 has three fifths of |A|, and trains the sampled token's student never to stop.
-The tail loss is less sensitive. The token is not among the teacher's 16, so the mass of the bucket
-is compared, not e^-20.
+The other teacher ends by a token of its own, which has the true end's probability. What came out
+is in recipes/results.md and recipes/README.md.
 """
 
 import argparse
@@ -97,7 +50,7 @@ from tests.local.helpers import Silent  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_opd.toml"
 MODELS = ("teacher.prepare.sft_steps=900", "student.prepare.sft_steps=900")
-"""The models that the results above were measured with."""
+"""The models that the results were measured with."""
 
 END = "<|endoftext|>"
 OTHER = "~"
@@ -128,11 +81,7 @@ LIMITS = "checks.collapse={end = 0.01, truncated = 0.5, repeated = 0.25, steps =
 
 def plant(scores: Scores, sampled: torch.Tensor, token: int, k: int) -> Scores:
     """The scores of a teacher that gives ``token`` e^-20 and the others its old mass in their old
-    proportions.
-
-    Args:
-        scores: of the true teacher, with at least k + 1 ids.
-        sampled: the rollout's token ids from its first trained token on, [n].
+    proportions, from the true ones with k + 1 ids or more. ``sampled`` are the trained tokens, [n].
     """
     at_token = scores.token_ids == token
     # log q of the token; 0 mass where it is not among the K + 1 most probable: it is at most the
@@ -249,41 +198,25 @@ def main() -> None:
     args = parser.parse_args()
     print(
         f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} "
-        f"{'top 1%':>8} {'removed':>8} {'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
+        f"{'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
     )
     for name, loss in LOSSES.items():
         for teacher, mask in ((one, mask) for one in args.teachers for mask in ROWS[one]):
             knobs = loss.replace("MASK", MASKS[mask])
             runs = [run(knobs, teacher, s, args.steps, args.overrides) for s in args.seeds]
-            print(f"{name:12} {teacher:8} {mask:5} {row(runs, args.steps)}", flush=True)
+            print(f"{name:12} {teacher:8} {mask:5} {row(runs)}", flush=True)
 
 
-def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]], steps: int) -> str:
+def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]]) -> str:
     """Return the columns of one table row."""
     every = [records for records, _ in runs]
     ends = [records[-1] for records in every]
     accuracy = [end["eval/accuracy"] for end in ends]
-    # The first quarter of the run: later an unmasked student may have no end of text left to be
-    # punished for.
-    early = [
-        record
-        for records in every
-        for record in records
-        if 1 <= record["step"] <= max(1, steps // 4)
-    ]
-    top_share = [
-        value for record in early for key, value in record.items() if key.endswith("top1pct")
-    ]
-    removed = [
-        record.get("special_tokens/removed_signal", 0.0) / record.get("special_tokens/signal", 1.0)
-        for record in early
-    ]
     first = [min(warned) for _, warned in runs if warned]
     return (
         f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
         f"{mean([end['eval/truncated'] for end in ends]):8.1%} "
         f"{mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
-        f"{mean(top_share):8.1%} {mean(removed):8.1%} "
         f"{mean([records[1]['rollout/end_teacher'] for records in every]):8.1e} "
         f"{mean([end['rollout/growth'] for end in ends]):6.2f} "
         f"{mean([end['rollout/repeated'] for end in ends]):6.1%} "
@@ -292,7 +225,7 @@ def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]], steps: int) ->
 
 
 def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

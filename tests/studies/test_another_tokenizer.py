@@ -9,9 +9,7 @@ from prime_composer.contract import LossInputs, Scores, Support
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
-from prime_composer.local.engine import Engine
 from tests.cross_tokenizer.toys import byte_level
-from tests.studies.another_tokenizer import scores_in_training
 from tests.studies.another_tokenizer_baselines import (
     ByLongestPrefix,
     ByRank,
@@ -85,15 +83,6 @@ def test_bpm_gives_a_teacher_token_to_its_longest_prefix(pair):
     assert vocabulary["ab"] == ByLongestPrefix(pair).prefix[TEACHER.token_to_id("abc")]
 
 
-def test_bpm_leaves_ids_without_mass_to_the_tail(pair):
-    plan, rows = plan_of(pair, text_in_tokens()), torch.zeros(3, TEACHER.get_vocab_size())
-    rows[:, ids_of(TEACHER, "abc", "c")] = torch.tensor([0.75, 0.25])
-    scores, _ = ByLongestPrefix(pair).scores(plan, read_of(rows, plan.teacher_ids), 4, 260)
-    assert scores.known[0].tolist() == [True, True, False, False]
-    assert scores.token_ids[0, :2].tolist() == ids_of(STUDENT, "ab", "c")
-    assert 0 < 1 - float(scores.teacher_logprobs[0, :2].double().exp().sum()) < 1e-5
-
-
 def test_ranks_are_those_of_the_aligned_rows(pair):
     plan, rows = plan_of(pair, text_in_tokens()), random_rows(3, 1)
     k, size = TEACHER.get_vocab_size() + 2, rows.shape[1]
@@ -104,10 +93,6 @@ def test_ranks_are_those_of_the_aligned_rows(pair):
     for at, row in ALIGNED.items():
         expected = sorted(rows[row].tolist(), reverse=True) + [0.0, 0.0]
         assert scores.teacher_logprobs[at].exp().tolist() == pytest.approx(expected, rel=1e-5)
-    few, _ = ByRank(pair).scores(plan, read_of(rows, plan.teacher_ids), 5, size)
-    torch.testing.assert_close(
-        few.teacher_logprobs[[*ALIGNED]], scores.teacher_logprobs[[*ALIGNED], :5]
-    )
 
 
 def test_uld_is_the_distance_of_sorted_probabilities():
@@ -145,12 +130,3 @@ def test_uld_is_the_distance_of_sorted_probabilities():
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     torch.testing.assert_close(gradient, p.grad)
-
-
-def test_scores_are_exchanged_in_training_alone():
-    before = Engine.score
-    with scores_in_training(ByRank):
-        assert Engine.score is not before
-    assert Engine.score is before
-    with scores_in_training(None):
-        assert Engine.score is before

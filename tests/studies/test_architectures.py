@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.studies import architectures
 from tests.studies.architecture_models import ARCHITECTURES
 from tests.studies.architectures import CELLS, SERVED, Cell, fill, run_cell
 
@@ -79,20 +78,3 @@ def test_cell_is_right_or_a_sentence(name: str, cell: str, tmp_path: Path):
     """No cell of the table is a traceback, a wrong number, or a process that dies or hangs."""
     result = fill(name, cell, tmp_path, 600.0)
     assert result.state in ("ok", "refused", "late"), result
-
-
-def test_process_that_dies_is_a_cell_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An engine that ends its process, or hangs, leaves the other cells alone."""
-    monkeypatch.setattr(architectures, "forks", lambda _: Dies())
-    assert fill("Llama", CELLS[0], tmp_path, SECONDS).state == "died"
-    assert "134" in fill("Llama", CELLS[0], tmp_path, SECONDS).text
-
-
-class Dies:
-    """Starts processes that end by SIGABRT."""
-
-    def start(self, *_: object, **__: object) -> "Dies":
-        return self
-
-    def wait(self, _: float) -> int:
-        return 134

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from prime_composer.backends.hf_model import (
     import_transformers,
@@ -35,18 +34,9 @@ def test_embedding_is_the_mean_of_the_old_tokens():
     torch.testing.assert_close(rows[of(new, "bab")], (b + ab) / 2)
 
 
-def test_byte_that_the_teacher_lacks_gets_the_mean_of_all():
-    old = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    embeddings = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
-    new = byte_level([("a", "b")], words=False)
-    rows = composed(embeddings, old, new)
-    assert rows[new.token_to_id("Ġ")].tolist() == [0.5, 1.5]
-    assert rows[new.token_to_id("a")].tolist() == [1.0, 0.0]
-
-
-def save_teacher(folder: Path, *, tied: bool = True) -> torch.nn.Module:
+def save_teacher(folder: Path) -> torch.nn.Module:
     tokenizer = trained(["once upon a time"] * 3, 280, ["<start>", "<end>"])
-    model = make_model(tied, 0, vocab_size=tokenizer.get_vocab_size())
+    model = make_model(True, 0, vocab_size=tokenizer.get_vocab_size())
     model.save_pretrained(folder)
     import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -62,10 +52,6 @@ def test_student_is_the_teacher_with_another_vocabulary(tmp_path):
     build(tmp_path / "teacher", TEXTS, 275, tmp_path / "student")
     student, tokenizer = load_student(tmp_path / "student")
     assert len(tokenizer) == 275 == student.config.vocab_size
-    longer = {token for token in tokenizer.get_vocab() if len(token) > 1} - {"<start>", "<end>"}
-    assert len(longer) == 17 and all(
-        token.replace("Ġ", " ").replace("Ċ", "\n") in TEXTS[0] for token in longer
-    )
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert tokenizer.decode(tokenizer.encode("3 pears é")) == "3 pears é"
     end = tokenizer.convert_tokens_to_ids("<end>")
@@ -77,9 +63,3 @@ def test_student_is_the_teacher_with_another_vocabulary(tmp_path):
     old_end = load_tokenizer(tmp_path / "teacher").convert_tokens_to_ids("<end>")
     old = theirs["model.embed_tokens.weight"][old_end]
     assert torch.equal(own["model.embed_tokens.weight"][end], old)
-
-
-def test_teacher_with_a_head_of_its_own_is_refused(tmp_path):
-    save_teacher(tmp_path / "teacher", tied=False)
-    with pytest.raises(ValueError, match="head of its own"):
-        build(tmp_path / "teacher", TEXTS, 300, tmp_path / "student")

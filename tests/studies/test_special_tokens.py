@@ -1,4 +1,4 @@
-"""The planted teacher of the special-token study is the distribution it claims to be."""
+"""The teachers of the special-token study are the distributions that they claim to be."""
 
 import math
 
@@ -6,10 +6,11 @@ import torch
 
 from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.contract import Scores
-from tests.studies.special_tokens import PlantedScorer, plant
+from tests.studies.special_tokens import PlantedScorer
 
 Q = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.2, 0.7, 0.05, 0.03, 0.02]], dtype=torch.float64)
 END = 1
+REST = 1 - math.exp(-20)
 
 
 class FullScorer:
@@ -24,52 +25,32 @@ class FullScorer:
         return [Scores(ref, ids[:, :k], logprobs[:, :k])]
 
 
-def test_plant_keeps_the_proportions_of_other_tokens() -> None:
-    tokens = torch.tensor([END, 3])
-    rollout = Rollout(tokens, torch.tensor([True, True]), torch.zeros(2), "stop", 0)
-    (planted,) = PlantedScorer(FullScorer(), END).score([rollout], 3)
-    rest = 1 - math.exp(-20)
-    torch.testing.assert_close(planted.token_ids, torch.tensor([[0, 2, 3], [0, 2, 3]]))
-    expected = (
-        torch.tensor([[0.5, 0.1, 0.06], [0.2, 0.05, 0.03]], dtype=torch.float64)
-        * rest
-        / torch.tensor([[0.7], [0.3]])
-    )
-    torch.testing.assert_close(planted.teacher_logprobs.exp(), expected, rtol=1e-6, atol=0)
-    assert planted.ref_logprobs[0] == -20
-    torch.testing.assert_close(
-        float(planted.ref_logprobs[1].exp()), 0.03 / 0.3 * rest, rtol=1e-6, atol=0
-    )
+def scored(last: int, k: int | str, other: int | None = None) -> Scores:
+    """Return the scores of an end and another token, by the true teacher's whole rows."""
+    rollout = Rollout(torch.tensor([END, last]), torch.ones(2).bool(), torch.zeros(2), "stop", 0)
+    (scores,) = PlantedScorer(FullScorer(), END, other).score([rollout], k)
+    return scores
+
+
+def test_planted_teacher_keeps_the_proportions_of_others() -> None:
+    """The whole rows, which measure the KL, stay the true ones."""
+    planted = scored(3, 3)
+    assert planted.token_ids.tolist() == [[0, 2, 3], [0, 2, 3]]
+    kept = torch.tensor([[0.5, 0.1, 0.06], [0.2, 0.05, 0.03]], dtype=torch.float64)
+    kept *= REST / torch.tensor([[0.7], [0.3]])
+    torch.testing.assert_close(planted.teacher_logprobs.exp(), kept, rtol=1e-6, atol=0)
+    own = torch.tensor([math.exp(-20), 0.03 / 0.3 * REST], dtype=torch.float64)
+    torch.testing.assert_close(planted.ref_logprobs.exp(), own, rtol=1e-6, atol=0)
+    true = scored(3, "full")
+    assert true.teacher_logprobs.exp().sum(-1).allclose(torch.ones(2).double())
+    assert true.ref_logprobs[0].exp() == 0.3
 
 
 def test_moved_end_is_another_token_with_its_probability() -> None:
     """In the top K and as the sampled token; the others keep theirs."""
-    tokens = torch.tensor([END, 4])
-    rollout = Rollout(tokens, torch.tensor([True, True]), torch.zeros(2), "stop", 0)
-    (moved,) = PlantedScorer(FullScorer(), END, other=4).score([rollout], 3)
-    torch.testing.assert_close(moved.token_ids, torch.tensor([[0, 4, 2], [4, 0, 2]]))
+    moved = scored(4, 3, other=4)
+    assert moved.token_ids.tolist() == [[0, 4, 2], [4, 0, 2]]
     expected = torch.tensor([[0.5, 0.3, 0.1], [0.7, 0.2, 0.05]], dtype=torch.float64)
     torch.testing.assert_close(moved.teacher_logprobs.exp(), expected)
-    assert moved.ref_logprobs[0] == -20
-    torch.testing.assert_close(float(moved.ref_logprobs[1].exp()), 0.7)
-
-
-def test_planted_scorer_measures_with_the_true_teacher() -> None:
-    rollout = Rollout(torch.tensor([END, 3]), torch.tensor([True, True]), torch.zeros(2), "stop", 0)
-    (true,) = PlantedScorer(FullScorer(), END).score([rollout], "full")
-    torch.testing.assert_close(
-        true.teacher_logprobs.exp().sum(-1), torch.ones(2, dtype=torch.float64)
-    )
-    assert true.ref_logprobs[0].exp() == 0.3
-
-
-def test_plant_of_an_unconsidered_token_changes_nothing() -> None:
-    scores = Scores(
-        torch.log(torch.tensor([0.6])),
-        torch.tensor([[0, 2]]),
-        torch.log(torch.tensor([[0.6, 0.3]])),
-    )
-    planted = plant(scores, torch.tensor([0]), token=7, k=1)
-    torch.testing.assert_close(
-        planted.teacher_logprobs, scores.teacher_logprobs[:, :1], rtol=0, atol=1e-6
-    )
+    own = torch.tensor([math.exp(-20), 0.7], dtype=torch.float64)
+    torch.testing.assert_close(moved.ref_logprobs.exp(), own)
