@@ -7,12 +7,12 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_composer.cli.machine import choose_engine, set_environment
-from prime_composer.cli.program import Program, as_called, in_short, program, version
+from prime_composer.cli.program import Program, as_called, first_sentence, program, version
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\nstopped", file=sys.stderr)
             return 128 + getattr(error, "signum", signal.SIGINT)
         except Exception as error:
-            message = explain(error)
+            message = explain_mistake(error)
             if message is None or sys.flags.dev_mode:
                 raise
             print(as_called(f"{program()} {args.command}: {message}"), file=sys.stderr)
             return 2
 
 
-def explain(error: Exception) -> str | None:
+def explain_mistake(error: Exception) -> str | None:
     """Return the message of an error that a user can cause; None for one that we did."""
     from prime_composer.backends.errors import os_error
     from prime_composer.extras import pip_install
@@ -74,10 +74,10 @@ def build_parser() -> Program:
         dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
     for name, (run, text, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=in_short(text), description=text)
+        command = commands.add_parser(name, help=first_sentence(text), description=text)
         command.set_defaults(run=run)
-        for flags, how in options:
-            command.add_argument(*flags, **how)
+        for flags, how in options.items():
+            command.add_argument(*flags.split(), **how)
     return parser
 
 
@@ -275,7 +275,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from prime_composer.cli.report import draw_report, print_report
+    from prime_composer.cli.figures import draw_report
+    from prime_composer.cli.report import print_report
     from prime_composer.upstream.launches import missing
 
     for sentence in [each for run in args.runs for each in missing(Path(run))]:
@@ -288,12 +289,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _tape(args: argparse.Namespace) -> int:
-    from prime_composer.cli.tape import check_tapes, make_tapes
+    from prime_composer.cli.tape import tape_check, tape_make
 
     if args.action == "check":
-        return check_tapes(args.folder, args.config, args.overrides)
+        return tape_check(args.folder, args.config, args.overrides)
     set_environment()
-    return make_tapes(args.folder, args.config, args.overrides)
+    return tape_make(args.folder, args.config, args.overrides)
 
 
 def _completion(args: argparse.Namespace) -> int:
@@ -328,162 +329,135 @@ def prepare_on_screen(
         return prepare_models(recipe, problems, rebuild, screen.preparing)
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
+Options = Mapping[str, dict[str, Any]]  # Flags of an option -> the arguments of ``add_argument``
 
 
-def option(*flags: str, **how: Any) -> Option:
-    """Return the arguments of ``add_argument``."""
-    return flags, how
+def flag(text: str) -> dict[str, Any]:
+    """Return an option that is given or not."""
+    return {"action": "store_true", "help": text}
 
 
-RECIPE = option("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
-JSON = option("--json", action="store_true", help="print one JSON object, for machines")
-OVERRIDES = option(
-    "--set",
-    dest="overrides",
-    metavar="KEY=VALUE",
-    action="append",
-    default=[],
-    help="override a key of the recipe, for example --set trainer.lr=1e-3; "
-    "may be given several times",
-)
-DRY_RUN = option(
-    "--dry-run",
-    action="store_true",
-    help="check everything and print what would be done; run and write nothing",
-)
+def value(metavar: str | None, text: str | None = None, **how: Any) -> dict[str, Any]:
+    """Return an option or an argument with a value."""
+    return {"metavar": metavar, "help": text, **how}
 
-RL = (
-    RECIPE,
-    option(
-        "--engine",
+
+RECIPE: Options = {"--config": value("FILE", "the recipe, a TOML file", required=True)}
+JSON: Options = {"--json": flag("print one JSON object, for machines")}
+OVERRIDES: Options = {
+    "--set": value(
+        "KEY=VALUE",
+        "override a key of the recipe, for example --set trainer.lr=1e-3; "
+        "may be given several times",
+        dest="overrides",
+        action="append",
+        default=[],
+    )
+}
+DRY_RUN: Options = {
+    "--dry-run": flag("check everything and print what would be done; run and write nothing")
+}
+RL: Options = {
+    **RECIPE,
+    "--engine": value(
+        None,
+        "local: this machine, in one process; prime-rl: its own launcher with our losses",
         choices=["auto", "local", "prime-rl"],
         default="auto",
-        help="local: this machine, in one process; prime-rl: its own launcher with our losses",
     ),
-    option(
-        "--output-dir",
-        metavar="DIR",
-        help="run directory; default outputs/<recipe>, numbered if taken",
+    "--output-dir": value("DIR", "run directory; default outputs/<recipe>, numbered if taken"),
+    "--resume": flag("continue from the newest checkpoint of the run directory"),
+    "--step": value("N", "with --resume: continue from the checkpoint of step N instead", type=int),
+    "--overwrite": flag("delete the run that is in the run directory, and start over in it"),
+    "--island": value(
+        "I", "of a recipe with [diloco]: run island I, from 0; goes with --lighthouse", type=int
     ),
-    option(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint of the run directory",
+    "--lighthouse": value(
+        "URL", "with --island: what `lighthouse` printed, for example http://10.0.0.1:29510"
     ),
-    option(
-        "--step",
+    "--islands": value(
+        "N",
+        "of a recipe with [diloco]: run a lighthouse and all N islands on this machine, to try it",
         type=int,
-        metavar="N",
-        help="with --resume: continue from the checkpoint of step N instead",
     ),
-    option(
-        "--overwrite",
-        action="store_true",
-        help="delete the run that is in the run directory, and start over in it",
-    ),
-    option(
-        "--island",
-        type=int,
-        metavar="I",
-        help="of a recipe with [diloco]: run island I, from 0; goes with --lighthouse",
-    ),
-    option(
-        "--lighthouse",
-        metavar="URL",
-        help="with --island: what `lighthouse` printed, for example http://10.0.0.1:29510",
-    ),
-    option(
-        "--islands",
-        type=int,
-        metavar="N",
-        help="of a recipe with [diloco]: run a lighthouse and all N islands on this "
-        "machine, to try it",
-    ),
-    DRY_RUN,
-    OVERRIDES,
-)
-EXPORT = (
-    option("config", metavar="FILE"),
-    option("--dialect", required=True, metavar="VERSION", help="head, v0.9 or main"),
-    option("--output", metavar="FILE", help="where to; default: standard output"),
-    option("--force", action="store_true", help="overwrite the file of --output"),
-    OVERRIDES,
-)
-PREPARE = (
-    option("--config", required=True, metavar="FILE"),
-    option("--rebuild", action="store_true", help="train them again even if they are cached"),
-    OVERRIDES,
-)
-REPORT = (
-    option("runs", metavar="RUN_DIR", nargs="+"),
-    option(
-        "--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory"
-    ),
-    option("--log-kl", action="store_true", help="draw the KL on a logarithmic axis"),
-)
-STUDY = (
-    option("config", metavar="FILE", help="the study, a TOML file"),
-    option(
-        "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
-    ),
-    option("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
-    option(
-        "--overwrite",
-        action="store_true",
-        help="delete the runs of this study that are there, and start over",
-    ),
-    DRY_RUN,
-    OVERRIDES,
-)
-TEACHER = (
-    option("--model", required=True, help="directory or hub id"),
-    option("--port", required=True, type=int),
-    option("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine"),
-    option("options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"),
-)
-TAPE = (
-    option("action", choices=["make", "check"], help="what to do"),
-    option("folder", nargs="?", metavar="DIR", help="check: a tape; default: those of --config"),
-    option("--config", metavar="FILE", help="the recipe, whose teachers name their tapes"),
-    OVERRIDES,
-)
-DOCTOR = (
-    option(
-        "--road",
-        choices=["losses", "slot", "adapter", "full", "rl", "export"],
-        default="adapter",
-        help="what you want to run: a loss of rl tokens or a distillation loss in [trainer.loss], "
+    **DRY_RUN,
+    **OVERRIDES,
+}
+EXPORT: Options = {
+    "config": value("FILE"),
+    "--dialect": value("VERSION", "head, v0.9 or main", required=True),
+    "--output": value("FILE", "where to; default: standard output"),
+    "--force": flag("overwrite the file of --output"),
+    **OVERRIDES,
+}
+PREPARE: Options = {
+    "--config": value("FILE", required=True),
+    "--rebuild": flag("train them again even if they are cached"),
+    **OVERRIDES,
+}
+REPORT: Options = {
+    "runs": value("RUN_DIR", nargs="+"),
+    "--output": value("FILE", "the PNG; default: report.png in the (first) run directory"),
+    "--log-kl": flag("draw the KL on a logarithmic axis"),
+}
+STUDY: Options = {
+    "config": value("FILE", "the study, a TOML file"),
+    "--output-dir": value("DIR", "where the runs go; what has finished there is kept"),
+    "--jobs": value("N", "runs at a time (default: 1)", type=int, default=1),
+    "--overwrite": flag("delete the runs of this study that are there, and start over"),
+    **DRY_RUN,
+    **OVERRIDES,
+}
+TEACHER: Options = {
+    "--model": value(None, "directory or hub id", required=True),
+    "--port": value(None, required=True, type=int),
+    "--host": value(None, "default: 127.0.0.1, this machine", default="127.0.0.1"),
+    "options": value("-- OPTION", "passed on to vLLM's own server", nargs="*"),
+}
+TAPE: Options = {
+    "action": value(None, "what to do", choices=["make", "check"]),
+    "folder": value("DIR", "check: a tape; default: those of --config", nargs="?"),
+    "--config": value("FILE", "the recipe, whose teachers name their tapes"),
+    **OVERRIDES,
+}
+DOCTOR: Options = {
+    "--road": value(
+        None,
+        "what you want to run: a loss of rl tokens or a distillation loss in [trainer.loss], "
         "the teacher's top K, the whole vocabulary, rl environments beside distillation, or "
         "recipes as prime-rl's TOML; default: adapter",
+        choices=["losses", "slot", "adapter", "full", "rl", "export"],
+        default="adapter",
     ),
-    JSON,
-    option("-v", "--verbose", action="store_true", help="list also what fits, name by name"),
-    option("--source", metavar="DIR", help="read this checkout of prime-rl instead"),
-)
-LIGHTHOUSE = (
-    RECIPE,
-    option(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen at, of a private network that all islands reach; default: "
+    **JSON,
+    "-v --verbose": flag("list also what fits, name by name"),
+    "--source": value("DIR", "read this checkout of prime-rl instead"),
+}
+LIGHTHOUSE: Options = {
+    **RECIPE,
+    "--host": value(
+        None,
+        "address to listen at, of a private network that all islands reach; default: "
         "127.0.0.1, this machine. Nothing is encrypted, and nobody is asked who they are",
+        default="127.0.0.1",
     ),
-    option("--port", type=int, default=29510, help="this port and the next one; default: 29510"),
-    OVERRIDES,
-)
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Option]]] = {
+    "--port": value(None, "this port and the next one; default: 29510", type=int, default=29510),
+    **OVERRIDES,
+}
+COMPLETION: Options = {"shell": value(None, choices=["bash", "zsh"])}
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
     "rl": (_rl, "Run a recipe.", RL),
     "check": (
         _check,
         "Validate a recipe, or the loss of prime-rl's own TOML. Print it with all defaults.",
-        (option("config", metavar="FILE"), OVERRIDES),
+        {"config": value("FILE"), **OVERRIDES},
     ),
     "probe": (
         _probe,
         "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
         "speed at several K, and the K to choose. Exits with 1 where a check fails.",
-        (RECIPE, JSON, OVERRIDES),
+        {**RECIPE, **JSON, **OVERRIDES},
     ),
     "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
     "prepare": (
@@ -523,7 +497,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "completion": (
         _completion,
         "Print a completion script for bash or zsh: commands, options, recipes and folders.",
-        (option("shell", choices=["bash", "zsh"]),),
+        COMPLETION,
     ),
 }
 """Name -> what runs it, its help, its options."""

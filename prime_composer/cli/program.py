@@ -54,7 +54,7 @@ class Program(argparse.ArgumentParser):
         lines = [f"usage: {self.prog} COMMAND [OPTIONS]", "", str(self.description)]
         for task, commands in TASKS.items():
             lines += ["", f"{task}:"]
-            lines += [f"  {name:{width}}{in_short(self.texts[name])}" for name in commands]
+            lines += [f"  {name:{width}}{first_sentence(self.texts[name])}" for name in commands]
         lines += ["", "Options:"]
         for words, text in (
             ("-h, --help", "Show this overview"),
@@ -65,6 +65,6 @@ class Program(argparse.ArgumentParser):
         return "\n".join(lines) + "\n"
 
 
-def in_short(text: str) -> str:
+def first_sentence(text: str) -> str:
     """Return the first sentence of a command's help, up to its colon."""
     return re.split(r"[.:](?:\s|$)", text, maxsplit=1)[0]

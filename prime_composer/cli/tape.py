@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MADE_EVERY = 16  # Batches between two lines of progress
 
 
-def check_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
+def tape_check(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
     """Compare every answer of tapes with its checksum; return 1 where one is damaged, else 0."""
     if (folder is None) == (config is None):
         raise ValueError("tape check takes a folder or a recipe (--config), one of them")
@@ -62,7 +62,7 @@ def print_inspection(folder: Path, found: Inspection) -> None:
         print(f"{program()} tape: {sentence}", file=sys.stderr)
 
 
-def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
+def tape_make(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
     """Score the data's own answers with a recipe's teachers, each onto its tape."""
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.routing import Routing
@@ -127,7 +127,7 @@ def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str])
                     screen.status(f"warning: {finding.text}")
             Evaluator.of_recipe(engine, recipe).teachers()
             _score_answers(engine, problems.practice, batch, screen.status)
-    return check_tapes(None, config, overrides)
+    return tape_check(None, config, overrides)
 
 
 def _score_answers(

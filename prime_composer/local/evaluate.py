@@ -61,15 +61,9 @@ class Answers(NamedTuple):
     episodes: dict[int, Episode]  # the rollouts of tasks that did not fail
 
 
-class DivergenceSums(NamedTuple):
-    """Sums over one rollout of each problem, in nats."""
-
-    reverse_kl: list[float]  # KL(student || teacher)
-    forward_kl: list[float]  # KL(teacher || student)
-    entropy: list[float] | None  # the student's. None where only a top K is compared.
-    tokens: list[float]  # how many tokens were summed; 0 where no teacher could read the rollout
-    support: int | Literal["full"]  # K of the sums, or "full"
-    overlap: tuple[list[float], list[float]] | None  # ``overlap``; None where no top K is exact
+SUMS = ("reverse_kl", "forward_kl", "entropy", "overlap", "overlap_advantage", "tokens")
+"""What is summed over the tokens of a rollout, in nats: KL(student || teacher), KL(teacher ||
+student), the student's entropy, ``overlap``; and how many tokens were summed."""
 
 
 @dataclass(frozen=True)
@@ -130,22 +124,15 @@ class Evaluator:
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums = self._divergence_sums(self.engine.teachers, problems)
-            tokens = [] if sums is None else sums.tokens
+            tokens = [] if sums is None else sums.pop("tokens")
             if sums is not None and any(tokens):  # a teacher's window may hold none of them
-                measured["eval/reverse_kl"] = sum(sums.reverse_kl) / sum(tokens)
-                measured["eval/forward_kl"] = sum(sums.forward_kl) / sum(tokens)
-                if sums.entropy is not None:
-                    measured["eval/entropy"] = sum(sums.entropy) / sum(tokens)
-                if sums.overlap is not None:
-                    shares, advantages = sums.overlap
-                    measured["eval/overlap"] = sum(shares) / sum(tokens)
-                    measured["eval/overlap_advantage"] = sum(advantages) / sum(tokens)
-                names = self.problems.problem_set.names
+                count, names = sum(tokens), self.problems.problem_set.names
+                measured |= {f"eval/{name}": sum(values) / count for name, values in sums.items()}
                 measured |= mean_by_environment(
-                    "eval/reverse_kl", names, problems, sums.reverse_kl, tokens
+                    "eval/reverse_kl", names, problems, sums["reverse_kl"], tokens
                 )
-                if sums.support != "full":
-                    measured["eval/kl_ids"] = float(sums.support)
+                if (support := kl_support(self.config, self.engine)) != "full":
+                    measured["eval/kl_ids"] = float(support)
         return measured
 
     def teachers(self) -> dict[str, float]:
@@ -339,77 +326,80 @@ class Evaluator:
             graded.append(Graded(problem, reward, text, rollout.finish_reason == "length"))
         return graded
 
+    def _sampled(self, problems: Sequence[Problem]) -> list[tuple[int, Sample]]:
+        """Return a rollout of each problem and its place, as far as a teacher can read it."""
+        params = SamplingParams(max_tokens=self.max_tokens)
+        answers = self._answers(self.engine.sampler, problems, params)
+        rollouts = [(place, one) for place, e in answers.episodes.items() for one in e.rollouts]
+        rollouts += answers.rollouts.items()
+        fitted = self.engine.fit([Sample(rollout, problems[place]) for place, rollout in rollouts])
+        return [
+            (place, sample)
+            for (place, _), sample in zip(rollouts, fitted, strict=True)
+            if sample is not None
+        ]
+
     @torch.no_grad()
     def _divergence_sums(
         self, teachers: Teachers, problems: Sequence[Problem]
-    ) -> DivergenceSums | None:
-        """Compare both over one rollout of each problem; None where a tape lacks one."""
-        params = SamplingParams(max_tokens=self.max_tokens)
-        answers = self._answers(self.engine.sampler, problems, params)
-        sampled = [
-            *(
-                (place, rollout)
-                for place, episode in answers.episodes.items()
-                for rollout in episode.rollouts
-            ),
-            *answers.rollouts.items(),
-        ]
-        fitted = self.engine.fit([Sample(rollout, problems[place]) for place, rollout in sampled])
-        places = [
-            place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None
-        ]
-        kept = [sample for sample in fitted if sample is not None]
+    ) -> dict[str, list[float]] | None:
+        """Return ``SUMS`` over one rollout of each problem; None where a tape lacks one.
+
+        ``tokens`` is 0 where no teacher could read the rollout. On a top K there is no entropy, and
+        an overlap where the teacher's top K is exact: of one with the student's tokenizer.
+        """
+        engine, sampled = self.engine, self._sampled(problems)
+        support, shared = kl_support(self.config, engine), min(engine.head_sizes)
+        full = support == "full"
         # A support of K = V is exact and simple. Large vocabularies lack the memory for one. Of
         # heads of unequal sizes it does not say what either side has beyond the shared ids.
-        support = kl_support(self.config, self.engine)
-        full = support == "full"
-        unequal = len(self.engine.head_sizes) > 1
-        hidden = full and (unequal or self.engine.vocab_size > FULL_VOCABULARY_UP_TO)
+        unequal = len(engine.head_sizes) > 1
+        hidden = full and (unequal or engine.vocab_size > FULL_VOCABULARY_UP_TO)
         try:
             scores = teachers.score(
-                [sample.rollout for sample in kept],
-                [sample.problem for sample in kept],
+                [sample.rollout for _, sample in sampled],
+                [sample.problem for _, sample in sampled],
                 0 if hidden else support,
                 hidden=hidden,
             )
         except NotOnTape:
             self.not_measured.add("the KL")
             return None
-        with_own = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
-        places = [place for place, one in zip(places, with_own, strict=True) if one is not None]
-        samples = [one for one in with_own if one is not None]
-        shared = min(self.engine.head_sizes)
-        k = overlap_size(self.engine, shared if support == "full" else support)
+        scored = [
+            (place, one)
+            for (place, sample), own in zip(sampled, scores, strict=True)
+            if (one := with_scores(sample, own)) is not None
+        ]
+        places, samples = [place for place, _ in scored], [sample for _, sample in scored]
         several = any(len(teachers.routing.of(sample.problem)) > 1 for sample in samples)
-        exact = full or not (several or self.engine.tokenizer_pairs)
-        rollouts = [sample.rollout for sample in samples]
-        by_rank = exact and not full
-        chosen = students_choice(self.engine.model, rollouts, k, shared) if by_rank else None
-        sums = torch.zeros(6, len(problems), dtype=torch.float64)
+        exact = full or not (several or engine.tokenizer_pairs)
+        k = overlap_size(engine, shared if support == "full" else support)
+        top = None
+        if exact and not full:
+            rollouts = [sample.rollout for sample in samples]
+            chosen = students_choice(engine.model, rollouts, k, shared)
+            top = [ids[one.trained] for ids, one in zip(chosen, rollouts, strict=True)]
+        sums = torch.zeros(len(SUMS), len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
-            inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
-            segments = given(inputs.segment_ids)
+            inputs = student_inputs(engine.model, [samples[i] for i in indices])
             if hidden:
                 values = compare(given(inputs.hidden_states), _over_all_ids, size=shared, k=k)
-            elif full:
-                own = given(inputs.support).masked(inputs.loss_mask)
-                p, q = own.student_logprobs, own.teacher_logprobs
-                values = _over_all_ids(p, q, normalization="full", size=shared, k=k)
             else:
                 own = given(inputs.support).masked(inputs.loss_mask)
-                top = own.token_ids[:, :0]
-                if chosen is not None:
-                    top = torch.cat([chosen[i][rollouts[i].trained] for i in indices]).to(top)
-                values = _over_some_ids(own, top, k)
-            rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
+                p, q = own.student_logprobs, own.teacher_logprobs
+                if full:
+                    values = _over_all_ids(p, q, normalization="full", size=shared, k=k)
+                else:
+                    none = own.token_ids[:, :0]
+                    ids = none if top is None else torch.cat([top[i] for i in indices]).to(none)
+                    values = _over_some_ids(own, ids, k)
+            rows = torch.tensor([places[i] for i in indices])[given(inputs.segment_ids).cpu()]
             columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
-        reverse, forward, entropies, shares, advantages, tokens = sums.tolist()
-        agreed = (shares, advantages) if exact else None
-        return DivergenceSums(
-            reverse, forward, entropies if full else None, tokens, support, agreed
-        )
+        known = {"entropy": full, "overlap": exact, "overlap_advantage": exact}
+        named = zip(SUMS, sums.tolist(), strict=True)
+        return {name: values for name, values in named if known.get(name, True)}
 
 
 def _kls_and_entropy(

@@ -41,16 +41,6 @@ def test_check_prints_the_resolved_recipe() -> None:
     assert resolved["loss"]["type"] == "topk_reverse_kl"
 
 
-def test_check_reads_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    read_text = Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda path, **how: reads.append(path) or read_text(path, **how)
-    )
-    assert main(["check", str(RECIPE)]) == 0
-    assert reads == [RECIPE]
-
-
 NATIVE = """[trainer.loss]
 type = "custom"
 import_path = "prime_composer.upstream.loss_fn"
@@ -374,18 +364,6 @@ def test_runs_that_start_at_once_get_separate_directories(
             assert [claimed.path for claimed in claims] == [Path(f"named{attempt}")]
     claimed = json.loads((tmp_path / "named0" / "recipe.json").read_text())
     assert claimed == recipe.model_dump(mode="json")
-
-
-@pytest.mark.slow
-def test_two_processes_that_start_at_once_both_finish(tiny_file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(tiny_file)]
-    processes = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in "ab"
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    names = {line for out in outputs for line in out.splitlines() if line.startswith("plot: ")}
-    assert names == {"plot: outputs/tiny/report.png", "plot: outputs/tiny-2/report.png"}
 
 
 def test_environment_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

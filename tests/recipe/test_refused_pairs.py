@@ -9,7 +9,7 @@ import pytest
 
 from prime_composer.backends.hf_model import ModelUnavailable
 from prime_composer.backends.lora.adapter import layers_to_adapt
-from prime_composer.cli.tape import make_tapes
+from prime_composer.cli.tape import tape_make
 from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -45,7 +45,7 @@ def parsed(raw: dict[str, Any], folder: Path) -> str:
 def made(raw: dict[str, Any], folder: Path) -> str:
     (folder / "r.toml").write_text(toml(raw))
     with pytest.raises(RecipeError) as error:
-        make_tapes(None, str(folder / "r.toml"), [])
+        tape_make(None, str(folder / "r.toml"), [])
     return str(error.value)
 
 

@@ -147,7 +147,7 @@ def test_evaluation_counts_what_was_scored(rule: str, narrow: Any) -> None:
     evaluation = Evaluator.of_recipe(engine, recipe)
     problems = engine.problems.problem_set.held_out[:4]
     measured = evaluation._divergence_sums(engine.teachers, problems)
-    sums, tokens = measured.reverse_kl, measured.tokens
+    sums, tokens = measured["reverse_kl"], measured["tokens"]
     assert len(sums) == len(tokens) == 4 and max(scorer.lengths, default=0) < 10
     assert all(value >= -1e-6 for value in sums)
     assert all((value == 0) == (count == 0) for value, count in zip(sums, tokens, strict=True))
