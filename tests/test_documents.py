@@ -1,13 +1,14 @@
-"""The Markdown pages: their links and anchors exist, and the guide's recipe is valid."""
+"""The Markdown pages: their links and anchors exist, and the guide's snippets are valid."""
 
 import re
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prime_composer.recipe.loading import load_recipe
+from prime_composer.recipe.loading import parse_recipe
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "prime_composer", "recipes", "tests")
@@ -60,15 +61,43 @@ def test_broken_links_are_seen(tmp_path: Path) -> None:
     assert broken(page) == ["other.md#two", "none.md"]
 
 
-def test_guide_shows_a_valid_recipe(tmp_path: Path) -> None:
-    """The recipe of "A whole recipe" has no unknown key, and its K is the one in the comment."""
+def snippets() -> list[dict[str, Any]]:
+    """Return the tables of a recipe that the guide shows, a snippet each."""
     text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    section = text.partition("## A whole recipe\n")[2].partition("\nEvery other key")[0]
-    path = tmp_path / "recipe.toml"
-    path.write_text(textwrap.dedent(section), encoding="utf-8")
-    recipe = load_recipe(path)
-    assert recipe.loss.support is not None and recipe.loss.support.k == 32
-    assert recipe.trainer.steps == 20
+    found = []
+    for block in re.findall(r"(?:^(?:    .*)?\n)+", text, re.MULTILINE):
+        try:
+            tables = tomllib.loads(textwrap.dedent(block))
+        except tomllib.TOMLDecodeError:  # a command, or Python
+            continue
+        if tables and "variants" not in tables:
+            found.append(tables)
+    return found
+
+
+def test_guide_shows_tables_of_a_recipe() -> None:
+    assert len(snippets()) == 12
+
+
+@pytest.mark.parametrize("tables", snippets(), ids=lambda tables: "-".join(tables))
+def test_snippet_of_the_guide_is_valid(tables: dict[str, Any]) -> None:
+    """Each is whole as soon as it has a student, a teacher and data."""
+    recipe: dict[str, Any] = {
+        "student": {"model": "student"},
+        "loss": {"type": "topk_reverse_kl"},
+        "trainer": {"steps": 60},
+    }
+    if "environments" not in tables:
+        recipe["data"] = {"path": "questions.jsonl"}
+    if "teachers" not in tables:
+        recipe["teacher"] = {"model": "teacher"}
+    elif "environments" not in tables:
+        recipe["data"]["teacher_key"] = "teacher"
+    for name, table in tables.items():
+        recipe[name] = recipe.get(name, {}) | table
+    if recipe.get("teacher", {}).get("base"):
+        del recipe["teacher"]["model"]
+    parse_recipe(recipe)
 
 
 def test_version_is_the_same_in_every_document() -> None:

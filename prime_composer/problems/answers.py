@@ -1,6 +1,6 @@
 """Check answers that are right or wrong. ``metrics.py`` has those of any other value.
 
-The table of what the default rule reads is in recipes/README.md.
+The table of what the default rule reads is in recipes/grading.md.
 """
 
 import re

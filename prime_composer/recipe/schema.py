@@ -90,7 +90,7 @@ class TrainerConfig(Table):
     )
     """Padded tokens per forward pass. Gradients do not depend on it."""
 
-    lr: float = Field(default=2e-6, gt=0, json_schema_extra=CARRIED)
+    lr: float = Field(default=1e-5, gt=0, json_schema_extra=CARRIED)
     """Peak learning rate of AdamW."""
 
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.98), json_schema_extra=CARRIED)

@@ -1,4 +1,4 @@
-"""What the answer checkers read, case by case; the table of recipes/README.md is a part of it.
+"""What the answer checkers read, case by case; the table of recipes/grading.md is a part of it.
 
 The cases are those of a campaign of 76 written answers. Every expected value is written by hand.
 """

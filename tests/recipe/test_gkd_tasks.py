@@ -32,9 +32,9 @@ def test_recipe_takes_the_real_data_by_set(task: str) -> None:
 
 
 def test_tables_of_the_readme_are_data() -> None:
-    """Each row of "Data of other forms" is a table that [data] takes, in one of its forms."""
-    text = (RECIPES / "README.md").read_text()
-    section = text.partition("## Data of other forms")[2].partition("\n## ")[0]
+    """Each row of "Text tasks, and facts" is a table that [data] takes, in one of its forms."""
+    text = (RECIPES / "grading.md").read_text()
+    section = text.partition("## Text tasks, and facts")[2]
     rows = re.findall(r"^\| ([^|]+) \| `(source = .*)` \|$", section, re.MULTILINE)
     assert [name for name, _ in rows] == ["XSum", "WMT14 en-de", "FLAN, as JSONL"]
     metrics = [
