@@ -14,11 +14,12 @@ from typing import Any
 from prime_composer.extras import requirement
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
-from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
+from prime_composer.recipe.schema import ModelConfig, RecipeError
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches
 from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
+from prime_composer.upstream.refusals import Run, refuse
 from prime_composer.upstream.settings import (
     SWITCH,
     AdapterSettings,
@@ -30,11 +31,10 @@ from prime_composer.upstream.versions.config_fields import (
     importable_fields,
     probe_version,
 )
-from prime_composer.upstream.versions.doctor import require
+from prime_composer.upstream.versions.doctor import require_road
 from prime_composer.upstream.versions.records import (
     NEWEST_RUN,
     UnknownSurface,
-    Version,
 )
 from prime_composer.upstream.versions.toml_shapes import output_dir_and_name, resume_table
 
@@ -74,7 +74,7 @@ class NativeRun:
         write_text(self.file, self.text(resume))
         command = launcher(self.file)
         print(f"prime-rl ({self.export.version.name}): {' '.join(command)}", flush=True)
-        return subprocess.call(command, env=environment(self.switch))
+        return subprocess.call(command, env=launch_environment(self.switch))
 
     def check(self) -> tuple[subprocess.CompletedProcess[str], str]:
         """Run prime-rl's own dry run in a temporary directory; return it, and what it resolved.
@@ -90,7 +90,7 @@ class NativeRun:
             write_text(file, as_text(table, []))
             done = subprocess.run(
                 [*launcher(file), "--dry-run"],
-                env=environment(self.switch),
+                env=launch_environment(self.switch),
                 capture_output=True,
                 text=True,
                 check=False,
@@ -119,7 +119,7 @@ def launch(
     elif not dry_run:
         raise RecipeError(NOT_INSTALLED)
     try:
-        require("adapter")
+        require_road("adapter")
         version = probe_version() if installed else NEWEST_RUN
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error
@@ -128,41 +128,21 @@ def launch(
     if output_dir is not None:
         raw["output_dir"] = output_dir
     if is_native(raw):
-        run = plan_native(raw, path, version)
+        given = os.environ.get(SWITCH, "").strip()  # which may name a loss beside the file's
+        switch, export = (
+            given if given.startswith(("{", "@")) else "1",
+            Export(version, raw, [], {}),
+        )
     else:
         raw.setdefault("output_dir", f"outputs/{path.stem}")
         recipe = parse_recipe(raw, str(path))
         if not installed:
             models = placeholders(recipe.model_tables) | dict(models or {})
-        run = plan_recipe(recipe, path, version, models, problems)
-    if not dry_run:
-        return run.start(resume)
-    return print_dry_run(run, resume, installed)
-
-
-def plan_recipe(
-    recipe: Recipe,
-    path: Path,
-    version: Version,
-    models: Mapping[str, Any] | None = None,
-    problems: ProblemSet | None = None,
-) -> NativeRun:
-    """Export a recipe, and print to stderr what is not carried."""
-    fields = importable_fields() if has_prime_rl() else None
-    export = export_recipe(recipe, version, models, problems, fields)
+        fields = importable_fields() if installed else None
+        switch, export = "1", export_recipe(recipe, version, models, problems, fields)
     export.warn()
-    loss = export.table["trainer"]["loss"]["kwargs"]
-    switch = AdapterSettings.model_validate({"loss": loss}).to_env()[SWITCH]
-    return NativeRun(export, kept_file(path), switch)
-
-
-def plan_native(raw: dict[str, Any], path: Path, version: Version) -> NativeRun:
-    """Take a native TOML as it is. The environment may name its loss."""
-    export = Export(version, raw, [], {})
-    export.warn()
-    given = os.environ.get(SWITCH, "").strip()
-    switch = given if given.startswith(("{", "@")) else AdapterSettings().to_env()[SWITCH]
-    return NativeRun(export, kept_file(path), switch)
+    run = NativeRun(export, Path("outputs") / f"{path.stem}.prime_rl.toml", switch)
+    return print_dry_run(run, resume, installed) if dry_run else run.start(resume)
 
 
 def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
@@ -173,7 +153,7 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
     assumed = "" if installed else " assumed, it is not installed here"
     print(f"prime-rl: {run.export.version.name}{assumed}")
     print(f"command: {command}")
-    done, resolved = run.check() if installed else (None, run.switch)
+    done, resolved = run.check() if installed else (None, f"@{run.file.resolve()}")
     print("environment, also of each process that you start by hand:")
     print(f"    export {SWITCH}={shlex.quote(public_url(resolved))}")
     print(f'    export PATH={shlex.quote(str(folder))}{os.pathsep}"$PATH"')
@@ -223,6 +203,7 @@ def check_native(config: str | os.PathLike[str], overrides: Sequence[str]) -> An
     settings = AdapterSettings.model_validate(of_config(raw, str(config)))
     loss = parse_loss_table(settings.loss or {})
     settings = settings.derived(loss)
+    refuse(Run(loss, settings, raw))
     asked_by = settings.asked_by or "orchestrator"
     return {
         "loss": {"type": loss.type, **loss.model_dump(mode="json")},
@@ -234,17 +215,12 @@ def check_native(config: str | os.PathLike[str], overrides: Sequence[str]) -> An
     }
 
 
-def kept_file(path: Path) -> Path:
-    """Return where the TOML that prime-rl reads is kept for the record."""
-    return Path("outputs") / f"{path.stem}.prime_rl.toml"
-
-
 def launcher(toml: Path) -> list[str]:
     """Return the command of prime-rl's launcher."""
     return [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(toml)]
 
 
-def environment(switch: str) -> dict[str, str]:
+def launch_environment(switch: str) -> dict[str, str]:
     """Return the environment that turns the adapter on in all children of the launcher.
 
     The launcher starts ``orchestrator``, ``torchrun`` and others by name, so this interpreter's

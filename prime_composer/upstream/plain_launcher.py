@@ -13,9 +13,9 @@ from typing import Any
 
 from prime_composer.upstream.trainer.adapter import adapter
 from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data, placed
-from prime_composer.upstream.versions.records import LOSS_MODULE, loss_contracts
+from prime_composer.upstream.versions.records import LOSS_CONTRACTS, LOSS_MODULE
 
-SETUPS = frozenset(contract.setup for contract in loss_contracts())
+SETUPS = frozenset(contract.setup for contract in LOSS_CONTRACTS)
 
 
 def loss_fn(inputs: Any, **table: Any) -> Any:

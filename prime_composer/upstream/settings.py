@@ -20,8 +20,8 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
-This file imports no other file of this folder. Losses, and torch with them, are imported only to
-check a loss table.
+Losses, and torch with them, are imported only to check a loss table, and this folder's rules with
+them.
 """
 
 import functools
@@ -66,7 +66,7 @@ SET_SWITCH = (
 """Remedy for an orchestrator without the adapter."""
 
 FILE_KEY = "adapter"
-"""Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
+"""Key of a loss table; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
 LETTERS_SHOWN = 2000
 """Length of the longest message about the variable's value."""
@@ -78,8 +78,8 @@ TOKENIZERS_KEY = "teacher_tokenizers"
 
 PROMPTS_KEY = "teacher_prompts"
 
-SETTINGS_IN_FILE = (*TEACHER_KEYS, TOKENIZERS_KEY, PROMPTS_KEY)
-"""Further keys of a loss table in a file: settings of the same names."""
+IN_LOSS_TABLE = (*TEACHER_KEYS, TOKENIZERS_KEY, PROMPTS_KEY)
+"""Further keys of a loss table, which prime-rl has no table for: settings of the same names."""
 
 
 class TeacherEntry(Table):
@@ -173,11 +173,11 @@ class AdapterSettings(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_file_key(cls, settings: Any) -> Any:
+    def _are_split(cls, settings: Any) -> Any:
         if not isinstance(settings, dict) or not isinstance(settings.get("loss"), dict):
             return settings
-        table, in_file = split_table(settings["loss"])
-        return {**settings, "loss": table, **in_file}
+        table, own = split_table(settings["loss"])
+        return {**settings, "loss": table, **own}
 
     @classmethod
     def from_env(cls) -> "AdapterSettings | None":
@@ -189,77 +189,23 @@ class AdapterSettings(Table):
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variable that passes these settings on."""
-        if self.loss is None and self.k is None:
-            return {SWITCH: "1"}
-        values = self.model_dump(mode="json")
-        for key in (TOKENIZERS_KEY, PROMPTS_KEY, "student_tokenizer", "seq_len"):
-            if values[key] is None:  # older versions of the adapter do not know the key
-                del values[key]
-        return {SWITCH: json.dumps(values)}
+        values = self.model_dump(mode="json", exclude_defaults=True)
+        return {SWITCH: json.dumps(values) if values else "1"}
 
-    def derived(self, loss: Any) -> "AdapterSettings":
-        """Return the settings with what follows from the loss.
+    def derived(self, loss: Any, section: str = SECTION) -> "AdapterSettings":
+        """Return the settings with K, what the rewards do, and who asks, as the loss has it.
 
-        That is K, what its rewards do, and that the trainer asks for hidden states.
-
-        A loss that asks for a support which no server sends is refused, and settings that do not
-        fit it.
+        A loss that asks for a support which no server sends is refused.
         """
-        reads_both = loss.reads_rewards_and_teacher
-        if self.rewards == "in_loss" and not reads_both:
-            raise ValueError(
-                f'{SWITCH}: rewards = "in_loss" is for a loss that reads rewards and a teacher, '
-                f"and {loss.type!r} is none. Leave rewards out: it follows from the loss."
-            )
-        if self.rewards == "beside" and (reads_both or not loss.compares_with_teacher):
-            raise ValueError(
-                f'{SWITCH}: rewards = "beside" is for a loss that reads a teacher and no rewards, '
-                f"and {loss.type!r} is none. Leave rewards out."
-            )
-        asked_by = self.asked_by
-        if loss.reads_hidden_states:
-            if asked_by == "orchestrator":
-                raise ValueError(
-                    f"[{SECTION}] type = {loss.type!r} reads the teacher's hidden states, which "
-                    "the orchestrator has no room for in a sample: leave asked_by out, or set it "
-                    'to "trainer".'
-                )
-            asked_by = "trainer"
-        settings = self.model_copy(
+        in_loss = "in_loss" if loss.reads_rewards_and_teacher else None
+        trainer = "trainer" if loss.reads_hidden_states else None
+        return self.model_copy(
             update={
-                "k": wire_support_size(loss),
-                "rewards": "in_loss" if reads_both else self.rewards,
-                "asked_by": asked_by,
+                "k": wire_support_size(loss, section),
+                "rewards": self.rewards or in_loss,
+                "asked_by": self.asked_by or trainer,
             }
         )
-        settings._check_tokenizers(loss)
-        return settings
-
-    def _check_tokenizers(self, loss: Any) -> None:
-        """Refuse what goes with no teacher that has a tokenizer of its own."""
-        if self.teacher_prompts and self.trainer_asks:
-            raise ValueError(
-                f"{PROMPTS_KEY}: prompts are rendered from messages, which the trainer does not "
-                'have: leave asked_by = "trainer" out, and give the loss a number k.'
-            )
-        if not self.teacher_tokenizers:
-            return
-        own = 'A teacher with a tokenizer of its own ("teacher_tokenizers")'
-        if self.trainer_asks:
-            raise ValueError(
-                f'{own} reads messages, which the trainer does not have: leave asked_by = "trainer"'
-                " out, and give the loss a number k."
-            )
-        if self.rewards == "in_loss":
-            raise ValueError(
-                f"{own} has no score of some tokens, and [{SECTION}] type = {loss.type!r} reads "
-                "rewards and a teacher for each of them: use a loss of the teacher alone."
-            )
-        if self.teachers_mixed:
-            raise ValueError(
-                f"{own} has ids without a probability, which are missing from a mixture: route "
-                "each environment to one teacher."
-            )
 
     @property
     def needs_orchestrator(self) -> bool:
@@ -371,21 +317,24 @@ def _read(value: str) -> AdapterSettings:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ValueError(f"{SWITCH}: {key}: {_message(first)}. Example: {EXAMPLE}") from None
-    if settings.k is not None or "loss" not in given:
+    if settings.k is not None or settings.loss is None:
         return settings
-    if settings.loss is None:
-        return settings.model_copy(update={"k": 0})
-    return settings.derived(parse_loss_table(settings.loss))
+    from prime_composer.upstream.refusals import Run, refuse
+
+    loss = parse_loss_table(settings.loss)
+    settings = settings.derived(loss)
+    refuse(Run(loss, settings))
+    return settings
 
 
 def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a loss table of a file into the loss's own table and settings of the adapter.
+    """Split [trainer.loss.kwargs] into the loss's own table and settings of the adapter.
 
     prime-rl's command line makes strings of values, so "true" counts as true.
     """
-    known = (FILE_KEY, *SETTINGS_IN_FILE)
+    known = (FILE_KEY, *IN_LOSS_TABLE)
     loss = {key: value for key, value in table.items() if key not in known}
-    settings = {key: table[key] for key in SETTINGS_IN_FILE if key in table}
+    settings = {key: table[key] for key in IN_LOSS_TABLE if key in table}
     if str(table.get(FILE_KEY, False)).lower() == "true":
         settings["teachers_mixed"] = True
     return loss, settings
@@ -437,18 +386,14 @@ def _message(item: Any) -> str:
 def wire_support_size(config: Any, section: str = SECTION) -> int:
     """Return K of a ``LossConfig`` inside prime-rl, 0 where the loss has no support.
 
-    A support of the whole vocabulary, or of the student's choice, is refused.
+    A support of the student's choice, or of the whole vocabulary, is refused.
     """
-    request = config.support
-    if request is not None and request.chosen_by == "student":
+    size = config.support_size
+    if size == "full":
         raise ValueError(
-            f"[{section}] type = {config.type!r} compares the student's own top {request.k}, which "
-            'prime-rl knows only after the teacher was asked: set k = "full", which compares '
-            'all ids, or chosen_by = "teacher".'
+            f"[{section}] type = {config.type!r} compares ids that no server can be asked for: the "
+            f"student's own top {config.support.k}, which prime-rl knows only after the teacher "
+            'was asked. Set k = "full", which compares all ids, or chosen_by = "teacher".'
         )
-    if config.support_size == "full":
-        raise ValueError(
-            f"[{section}] type = {config.type!r} asks for log-probs of the whole vocabulary, which "
-            "no server sends: give it a number k."
-        )
-    return config.support_size
+    assert isinstance(size, int)
+    return size

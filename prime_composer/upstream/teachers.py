@@ -44,12 +44,6 @@ def configured(orchestrator: Any) -> Entries:
     entries = {}
     for environment in orchestrator.train.source:
         name, algorithm = environment.resolved_name, environment.algo
-        if algorithm.type == "opsd":
-            raise ValueError(
-                f'asked_by = "trainer": the environment {name!r} has the algorithm opsd, whose '
-                "teacher reads a hint that the orchestrator alone has. Leave asked_by out, and "
-                "give the loss a number k."
-            )
         if algorithm.type == "opd":
             client = algorithm.teacher
             entries[name] = _entries(client, client.name, f"the teacher of {name!r}")

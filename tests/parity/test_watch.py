@@ -11,7 +11,7 @@ import pytest
 
 from prime_composer.upstream import autoload
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, PLAIN, find
-from prime_composer.upstream.versions.sources import Sources, of_checkout, texts_of
+from prime_composer.upstream.versions.sources import SourceTree, of_checkout, source_texts
 from tests.prime_rl_checkout import VERSIONS
 
 
@@ -23,7 +23,7 @@ def touched(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_names_that_the_hooks_touch_are_unchanged(trees, version):
-    sources = Sources(texts_of(of_checkout(trees(version))))
+    sources = SourceTree(source_texts(of_checkout(trees(version))))
     findings = [find(capability, sources.signature) for capability in touched(version)]
     changed = [str(finding) for finding in findings if finding.misfits]
     unused = [
@@ -39,8 +39,8 @@ def test_names_that_the_hooks_touch_are_unchanged(trees, version):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_names_that_change_in_a_version_are_noticed(trees, version):
     """Each needed name is renamed in the sources, and each function and class, one at a time."""
-    texts = texts_of(of_checkout(trees(version)))
-    sources = Sources(texts)
+    texts = source_texts(of_checkout(trees(version)))
+    sources = SourceTree(texts)
     missed = []
     for capability in touched(version):
         place = find(capability, sources.signature).place
@@ -53,7 +53,7 @@ def test_names_that_change_in_a_version_are_noticed(trees, version):
                 path: re.sub(rf"\b{name}\b", f"{name}_renamed", text) if name in text else text
                 for path, text in texts.items()
             }
-            finding = find(capability, Sources(other).signature)
+            finding = find(capability, SourceTree(other).signature)
             if finding.place == place and not finding.misfits:
                 missed.append(f"{place}: {name}")
     assert not missed, "\n".join(missed)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prime_composer.upstream.versions.capabilities import CAPABILITIES
 from prime_composer.upstream.versions.records import CONFIGS
-from prime_composer.upstream.versions.sources import Sources
+from prime_composer.upstream.versions.sources import SourceTree
 from tests.prime_rl_checkout import BRANCHES, COMMITS, find_checkout
 
 FILE = Path(__file__).with_name("signatures.json")
@@ -57,7 +57,7 @@ class Blobs:
         answers = zip(commits, done.stdout.splitlines(), strict=True)
         return [commit for commit, answer in answers if answer.split()[1] == "commit"]
 
-    def sources(self, commit: str) -> Sources:
+    def sources(self, commit: str) -> SourceTree:
         """Return the sources of a commit, of both folders of its package."""
         command = [*self._git, "ls-tree", "-r", commit, "src/prime_rl", "packages"]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -67,7 +67,7 @@ class Blobs:
             before, package, rest = path.partition("src/prime_rl/")
             if package and path.endswith(".py"):
                 texts[f"prime_rl/{rest}"] = self._text(meta.split()[2])
-        return Sources(texts)
+        return SourceTree(texts)
 
     def _text(self, blob: str) -> str:
         if blob not in self._texts:
@@ -80,7 +80,7 @@ class Blobs:
         return self._texts[blob]
 
 
-def record(sources: Sources) -> dict[str, str]:
+def record(sources: SourceTree) -> dict[str, str]:
     """Return the signature of every place that a prime-rl has."""
     found = {}
     for module, attribute in sorted(PLACES):
@@ -110,7 +110,7 @@ def recorded(tree: str) -> dict[str, str]:
     }
 
 
-def stand_in(signatures: dict[str, str], uses: Iterable[str] | None = None) -> Sources:
+def stand_in(signatures: dict[str, str], uses: Iterable[str] | None = None) -> SourceTree:
     """Return sources in our own words that have these signatures.
 
     Args:
@@ -132,7 +132,7 @@ def stand_in(signatures: dict[str, str], uses: Iterable[str] | None = None) -> S
     if uses is None:
         uses = [place.rpartition(":")[2].rpartition(".")[2] for place in signatures]
     texts["prime_rl.uses"] = "".join(f"{name}\n" for name in uses)
-    return Sources({f"{module.replace('.', '/')}.py": text for module, text in texts.items()})
+    return SourceTree({f"{module.replace('.', '/')}.py": text for module, text in texts.items()})
 
 
 def function(name: str, names: str, indent: str) -> str:

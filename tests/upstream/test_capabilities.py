@@ -15,7 +15,7 @@ from prime_composer.upstream.versions.capabilities import (
     SAMPLES,
     SLOT,
     Capability,
-    Place,
+    HookPlace,
     UnknownSurface,
     find,
     misfits,
@@ -24,7 +24,7 @@ from prime_composer.upstream.versions.capabilities import (
 from prime_composer.upstream.versions.records import probe_contract
 from tests.upstream import fake_prime_rl
 
-PLACE = Place("prime_rl.a", "f", ("x", "y"))
+PLACE = HookPlace("prime_rl.a", "f", ("x", "y"))
 
 
 def module(name, **members):
@@ -50,12 +50,12 @@ def module(name, **members):
 )
 def test_misfits_needs_names_and_refuses_required_ones(signature, open, expected):
     """What we need is there, and everything else has a default, unless it is handed on."""
-    place = Place("prime_rl.a", "f", ("x", "y"), open)
+    place = HookPlace("prime_rl.a", "f", ("x", "y"), open)
     assert misfits(signature, place) == expected
 
 
 def test_find_takes_the_newest_place_that_fits():
-    old, new = Place("prime_rl.old", "f", ("x",)), Place("prime_rl.new", "f", ("x",))
+    old, new = HookPlace("prime_rl.old", "f", ("x",)), HookPlace("prime_rl.new", "f", ("x",))
     capability = Capability("f", ("adapter",), (new, old))
 
     def where(**tree):

@@ -15,7 +15,7 @@ from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
-from prime_composer.upstream.versions.sources import texts_of
+from prime_composer.upstream.versions.sources import source_texts
 from tests.parity.outcomes import tree_env
 from tests.prime_rl_checkout import OLD
 from tests.upstream.export_recipes import recipe
@@ -44,7 +44,7 @@ def changed(tree, uses=None, **places):
     """The report on a tree with other signatures. None: the place is gone."""
     signatures = {**recorded(tree), **places}
     kept = {place: names for place, names in signatures.items() if names is not None}
-    return doctor.examine(stand_in(kept, uses), "HERE")
+    return doctor.examine_sources(stand_in(kept, uses), "HERE")
 
 
 def write(tree, folder):
@@ -58,7 +58,7 @@ def write(tree, folder):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_examine_says_which_roads_each_tree_has(tree):
-    report = doctor.examine(stand_in(recorded(tree)))
+    report = doctor.examine_sources(stand_in(recorded(tree)))
     note, lost = EXPECTED[tree]
     assert report.working == [road for road in EVERY if road not in lost]
     assert report.findings[-1].note == note
@@ -66,7 +66,7 @@ def test_examine_says_which_roads_each_tree_has(tree):
 
 def test_examine_finds_each_name_where_main_has_it():
     """October's and November's prime-rl, read and not run: what moved is found at its new place."""
-    report = doctor.examine(stand_in(recorded(MAIN)))
+    report = doctor.examine_sources(stand_in(recorded(MAIN)))
     places = {f.capability.name: str(f.place) for f in report.findings}
     assert places["questions to teachers"] == "orchestrator.clients:prefill_logprobs"
     assert places["place of the algorithm"] == "configs.orchestrator:TrainConfig"
@@ -120,8 +120,8 @@ def test_table_has_the_roads_then_what_differs(monkeypatch):
     """One line per road, then what does not fit with its misfit below it, and the verdict."""
     head = f"{HEAD}:FusedOutputLinear.forward"
     report = changed("head", **{head: "hidden_states labels mask", SAMPLES: None})
-    monkeypatch.setattr(doctor, "environment", lambda: {"torch": "2.13.0"})
-    lines = doctor.table(report, "adapter").splitlines()
+    monkeypatch.setattr(doctor, "installed_versions", lambda: {"torch": "2.13.0"})
+    lines = doctor.format_report(report, "adapter").splitlines()
     assert lines[0] == "prime-rl in HERE, as head"
     states = {line.split()[1]: line.split()[0] for line in lines[2:8]}
     assert states == dict(zip(EVERY, ["works", "works", *["FAILS"] * 3, "works"], strict=True))
@@ -136,8 +136,10 @@ def test_table_has_the_roads_then_what_differs(monkeypatch):
     every = len(CAPABILITIES) + 1  # and the TOML
     assert lines[-2] == f"{every - 2} of {every} fit. The road adapter does not work."
     assert "559b4477" in lines[-1] and "never run" in lines[-1]
-    assert "\033" not in "".join(lines) and "\033[31m" in doctor.table(report, "rl", color=True)
-    whole = doctor.table(report, "adapter", verbose=True).splitlines()
+    assert "\033" not in "".join(lines) and "\033[31m" in doctor.format_report(
+        report, "rl", color=True
+    )
+    whole = doctor.format_report(report, "adapter", verbose=True).splitlines()
     assert len([line for line in whole if line.startswith("fits")]) == every - 2
     assert all(len(line) <= 105 for line in whole)
 
@@ -145,9 +147,9 @@ def test_table_has_the_roads_then_what_differs(monkeypatch):
 @pytest.mark.parametrize("tree,left", [("v0.6", ["losses", "slot"]), ("two more fields", [])])
 def test_table_of_an_old_version_says_what_to_do(tree, left):
     """One finding in the place of all that is elsewhere there."""
-    report = doctor.examine(stand_in(recorded(tree)), "HERE")
+    report = doctor.examine_sources(stand_in(recorded(tree)), "HERE")
     name, _ = EXPECTED[tree]
-    lines = doctor.table(report, "adapter").splitlines()
+    lines = doctor.format_report(report, "adapter").splitlines()
     assert lines[0] == f"prime-rl in HERE, {name}"
     assert [line.split()[1] for line in lines[2:8] if line.startswith("works")] == left
     (old,) = [at for at, line in enumerate(lines) if line.startswith("OLD")]
@@ -233,7 +235,7 @@ def misfit(monkeypatch):
 
 def test_require_says_what_differs_and_what_still_works(misfit):
     with pytest.raises(UnknownSurface) as caught:
-        doctor.require("adapter")
+        doctor.require_road("adapter")
     assert str(caught.value) == (
         "prime_composer does not fit this prime-rl (HERE):\n"
         "  fused output head: trainer.models.layers.lm_head:FusedOutputLinear.forward requires "
@@ -241,22 +243,22 @@ def test_require_says_what_differs_and_what_still_works(misfit):
         "The five lines in [trainer.loss] do fit (losses, slot). So does: export. All of it fits "
         "prime-rl 559b4477 (v0.9, main: read in part, never run)."
     )
-    doctor.require("slot")
+    doctor.require_road("slot")
 
 
 @pytest.mark.parametrize("tree,name", [("v0.6", "v0.6"), ("two more fields", "v0.7")])
 def test_old_version_is_refused_in_one_sentence(monkeypatch, tree, name):
     """With PRIME_COMPOSER in each process that reads a config, and by the launcher's own check."""
-    report = doctor.examine(stand_in(recorded(tree)))
+    report = doctor.examine_sources(stand_in(recorded(tree)))
     monkeypatch.setattr(doctor, "examine_installed", lambda: report)
     monkeypatch.setattr(doctor, "installed", lambda: ["somewhere"])
-    monkeypatch.setattr(doctor, "texts_of", lambda *_: stand_in(recorded(tree))._texts)
+    monkeypatch.setattr(doctor, "source_texts", lambda *_: stand_in(recorded(tree))._texts)
     module = types.SimpleNamespace(cli=lambda: pytest.fail("it was asked before"))
     launcher_hook.hook_config(module)
     with pytest.raises(SystemExit) as ended:
         module.cli()
     with pytest.raises(UnknownSurface) as refused:
-        doctor.require("adapter")
+        doctor.require_road("adapter")
     assert str(ended.value) == f"prime_composer: {refused.value}"
     assert f"prime-rl {name} " in str(refused.value) and "\n" not in str(refused.value)
 
@@ -288,9 +290,9 @@ def test_prime_rls_own_launcher_asks_the_doctor(misfit):
         trainer = object()
 
     with pytest.raises(UnknownSurface, match="fused output head"):
-        launcher_hook.resolve(Config())
+        launcher_hook.resolve_settings(Config())
     Config.trainer = None
-    launcher_hook.resolve(Config())
+    launcher_hook.resolve_settings(Config())
 
 
 @pytest.mark.parametrize(
@@ -309,8 +311,8 @@ def test_environment_says_which_runner_of_vllm_fits(monkeypatch, version, runner
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     monkeypatch.setattr(doctor, "_version", lambda *names: version)
-    assert doctor.environment()["vLLM"].startswith(f"{version}; ")
-    assert expected in doctor.environment()["vLLM"]
+    assert doctor.installed_versions()["vLLM"].startswith(f"{version}; ")
+    assert expected in doctor.installed_versions()["vLLM"]
 
 
 def test_doctor_knows_the_vllms_that_the_plugin_knows():
@@ -332,7 +334,7 @@ def test_doctor_offers_every_road():
 def test_texts_of_a_stand_in_are_read_back(tmp_path):
     """What the other tests take for a checkout is one."""
     folder = write("head", tmp_path) / "src" / "prime_rl"
-    assert texts_of([folder]) == stand_in(recorded("head"))._texts
+    assert source_texts([folder]) == stand_in(recorded("head"))._texts
 
 
 @pytest.mark.upstream

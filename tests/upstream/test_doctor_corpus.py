@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_composer.upstream.versions.capabilities import ROADS
-from prime_composer.upstream.versions.doctor import examine
+from prime_composer.upstream.versions.doctor import examine_sources
 from tests.prime_rl_checkout import NO_CHECKOUT
 from tests.upstream.signatures import TREES, Blobs, record, recorded
 
@@ -39,7 +39,7 @@ def check(blobs, commits):
     """Compare the doctor's verdicts with those of ``corpus.json``."""
     wrong = []
     for commit in commits:
-        report = examine(blobs.sources(commit))
+        report = examine_sources(blobs.sources(commit))
         fails = [road for road in ROADS if road not in report.working]
         found = fails, report.findings[-1].note.removeprefix("as ")
         if found != EXPECTED[commit[:12]]:

@@ -454,7 +454,7 @@ def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers)
 @pytest.mark.parametrize(
     ("loss", "more", "needle"),
     [
-        (LOSS, {"asked_by": "trainer"}, 'leave asked_by = "trainer" out'),
+        (LOSS, {"asked_by": "trainer"}, 'leave asked_by = "trainer"'),
         (LOSS, {"teachers_mixed": True}, "missing from a mixture"),
         (BOTH, {}, "reads rewards and a teacher"),
     ],
@@ -490,7 +490,7 @@ def test_export_carries_the_tokenizers_of_teachers(version):
 @pytest.mark.parametrize(
     ("changes", "needle"),
     [
-        ({"teacher": {"asked_by": "trainer"}}, "no messages .* leave asked_by out"),
+        ({"teacher": {"asked_by": "trainer"}}, "no messages.* leave asked_by"),
         ({"loss": {**LOSS, "rl_mix": {"kd": 0.5}}}, "reads rewards and a teacher"),
     ],
 )
@@ -504,7 +504,7 @@ def test_launcher_names_the_students_tokenizer(monkeypatch):
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     table = LOSS | {"teacher_tokenizers": {"m3": "d"}}
     config = launcher_config(table)
-    launcher_hook.resolve(config)
+    launcher_hook.resolve_settings(config)
     settings = AdapterSettings.from_env()
     assert settings.teacher_tokenizers == {"m3": "d"}
     assert settings.student_tokenizer == config.trainer.model.name

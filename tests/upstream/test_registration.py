@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from prime_composer.backends import answers
-from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import LOSS, adapter
@@ -164,34 +163,30 @@ def test_setup_reads_numbers_written_as_strings(trainer):
     assert (config.kl_tau, config.delta_low) == (0.25, 0.1)
 
 
-SUPPORTED = [
-    name
-    for name, config in LOSS_TYPES.items()
-    if not any(field.is_required() for field in config.model_fields.values())
-    and "support" in config().needs
-]
+OF_THE_ADAPTER = {
+    "a support": ({"type": "topk_reverse_kl"}, "needs support, .*--engine prime-rl.*PRIME_COMP"),
+    "pairs": ({"type": "dpo"}, "needs (replay|segment_ids), "),
+    "ids": ({**SAMPLED, "special_tokens": {"ids": [1]}}, "needs token_ids, .*PRIME_COMPOSER=1"),
+    "stops": ({**SAMPLED, "stops": {"ids": [1]}}, "needs (stops|support), .*PRIME_COMPOSER=1"),
+    "a mixture": ({**SAMPLED, "adapter": True}, "adapter = true.*PRIME_COMPOSER=1 in front"),
+    "a mixture in words": ({**SAMPLED, "adapter": "true"}, "adapter = true.*PRIME_COMPOSER=1"),
+    "who asks": ({**SAMPLED, "asked_by": "trainer"}, "asked_by = .trainer. .*PRIME_COMPOSER=1"),
+    "tokenizers": ({**SAMPLED, "teacher_tokenizers": {"t": "t"}},
+                   "teacher_tokenizers .*PRIME_COMPOSER=1 in front"),
+    "prompts": ({**SAMPLED, "teacher_prompts": {"t": {"tokenizer": "t"}}},
+                "teacher_prompts .*PRIME_COMPOSER=1 in front"),
+}  # fmt: skip
+"""What the five lines alone do not have: a loss table, and the key and the remedy that are said."""
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_plain_launcher_refuses_a_loss_with_a_support(trainer, name):
-    before = trainer.slot
-    with pytest.raises(ValueError, match="--engine prime-rl") as refusal:
-        trainer.setup(type=name)
-    assert "PRIME_COMPOSER=1" in str(refusal.value)
-    assert trainer.slot is before
-
-
-@pytest.mark.parametrize(
-    "table,need",
-    [
-        ({"type": "dpo"}, "replay|segment_ids"),
-        ({**SAMPLED, "special_tokens": {"ids": [1]}}, "token_ids"),
-        ({**SAMPLED, "stops": {"ids": [1]}}, "stops|support"),
-    ],
-)
-def test_plain_launcher_refuses_inputs_it_cannot_provide(trainer, table, need):
-    with pytest.raises(ValueError, match=rf"^\[trainer.loss.kwargs\] type = .* needs ({need})"):
+@pytest.mark.parametrize("name", OF_THE_ADAPTER)
+def test_plain_launcher_refuses_what_the_adapter_has(trainer, name):
+    """prime-rl alone would train something else, without any error."""
+    before, (table, words) = trainer.slot, OF_THE_ADAPTER[name]
+    with pytest.raises(ValueError, match=rf"^\[trainer.loss.kwargs\] .*{words}"):
         trainer.setup(**table)
+    assert trainer.slot is before
+    trainer.setup(**SAMPLED, adapter=False)
 
 
 def test_plain_launcher_refuses_rewards_and_teacher_by_kind(trainer):
@@ -261,33 +256,6 @@ def test_rewards_and_teacher_refuse_tokens_that_no_teacher_scored(newer_trainer)
     assert rl_loss(inputs).loss.item() == 0
 
 
-@pytest.mark.parametrize("in_file,patience", [(True, 10), (False, 1)])
-def test_rewards_and_teacher_that_are_never_called_stop_the_run(newer_trainer, in_file, patience):
-    """Without [trainer.loss] no token can come. With it, a batch may be of another algorithm's."""
-    newer_trainer.hook({"loss": BOTH})
-    if in_file:
-        newer_trainer.setup(**BOTH)
-    for _ in range(patience - 1):
-        newer_trainer.next_batch("d-")
-    with pytest.raises(RuntimeError, match="it is called on rl tokens.*trainer.loss. names"):
-        newer_trainer.next_batch("d-")
-
-
-@pytest.mark.parametrize("value", [True, "true"])  # the command line makes strings of it
-def test_plain_launcher_refuses_mixed_teachers(trainer, value):
-    with pytest.raises(ValueError, match="adapter = true.*PRIME_COMPOSER=1 in front"):
-        trainer.setup(**SAMPLED, adapter=value)
-    trainer.setup(**SAMPLED, adapter=False)
-
-
-@pytest.mark.parametrize("key", ["teacher_tokenizers", "teacher_prompts"])
-def test_what_teachers_read_needs_the_adapter(trainer, key):
-    """prime-rl alone would ask the teacher for the student's token ids, without any error."""
-    own = {"teacher_tokenizers": "a/teacher", "teacher_prompts": {"tokenizer": "a/teacher"}}
-    with pytest.raises(ValueError, match=f"{key} .*PRIME_COMPOSER=1 in front"):
-        trainer.setup(**SAMPLED, **{key: {"a/teacher": own[key]}})
-
-
 def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):
     """A trainer that was started by hand."""
     newer_trainer.hook({"loss": {"type": "topk_reverse_kl", "k": "full"}})
@@ -295,28 +263,36 @@ def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):
         newer_trainer.next_batch("d")
 
 
-def test_plain_launcher_refuses_to_ask_the_teacher(trainer):
-    with pytest.raises(ValueError, match="asked_by = .trainer. is a setting of the adapter"):
-        trainer.setup(**SAMPLED, asked_by="trainer")
+OTHERS = "the first 10 batches had no token for it .* on {} tokens"
+PATIENCE = {  # Contract, roads, loss, sequences of a batch -> what ends the run, and when
+    "five lines": ("v0.7", "setup", SAMPLED, "-", r"the first batch .*\[orchestrator.algo\]"),
+    "five lines of v0.6": ("v0.6", "setup", SAMPLED, "-", "the first batch .*training_mode = .opd"),
+    "rl tokens of v0.6": ("v0.6", "setup", {"type": "default"}, "d", "the first batch had no "),
+    "rl tokens": ("v0.7", "setup", {"type": "default"}, "d", OTHERS.format("rl")),
+    "beside an rl loss": ("v0.7", "hook", SAMPLED, "rr-", OTHERS.format("distillation")),
+    "rewards and teacher": ("v0.7", "hook setup", BOTH, "d-", OTHERS.format("rl")),
+    "rewards and teacher beside": ("v0.7", "hook", BOTH, "d-", "on rl .*trainer.loss. names"),
+}  # fmt: skip
 
 
-def test_batch_without_tokens_for_the_loss_ends_the_run(trainer):
-    """Before it is trained, so that a run of one step ends too."""
-    trainer.setup(**SAMPLED)
-    with pytest.raises(RuntimeError, match="the first batch had no token for it on any") as stop:
-        trainer.next_batch("-")
-    key = {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}
-    assert key[trainer.contract.name] in str(stop.value)
-
-
-def test_loss_beside_an_rl_loss_waits_ten_steps(newer_trainer, capfd):
-    """Named in PRIME_COMPOSER and not in [trainer.loss], so a batch may hold other tokens."""
-    newer_trainer.hook({"loss": SAMPLED})
-    for _ in range(9):
-        newer_trainer.next_batch("rr-")
-    assert "has no token in the batch of step 3 (the run ends after 10" in capfd.readouterr().err
-    with pytest.raises(RuntimeError, match="the first 10 batches had no token for it"):
-        newer_trainer.next_batch("rr-")
+@pytest.mark.parametrize("name", PATIENCE)
+def test_batches_without_tokens_for_the_loss_end_the_run(monkeypatch, tmp_path, capfd, name):
+    """Before the first is trained, or the tenth where a batch may have tokens for another loss."""
+    contract, roads, table, kinds, words = PATIENCE[name]
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    trainer = Trainer(monkeypatch, tmp_path, CONTRACTS[contract])
+    if "hook" in roads:
+        trainer.hook({"loss": table})
+    if "setup" in roads:
+        trainer.setup(**table)
+    patience = 10 if "first 10" in words else 1
+    for _ in range(patience - 1):
+        trainer.next_batch(kinds)
+    with pytest.raises(RuntimeError, match=words):
+        trainer.next_batch(kinds)
+    said = "has no token in the batch of step 3 (the run ends after 10" in capfd.readouterr().err
+    assert said is (patience == 10)
+    adapter.cache_clear()
 
 
 def test_loss_beside_an_rl_loss_may_lack_tokens_later(newer_trainer):
@@ -326,18 +302,6 @@ def test_loss_beside_an_rl_loss_may_lack_tokens_later(newer_trainer):
     newer_trainer.train()
     for _ in range(20):
         newer_trainer.next_batch("r")
-
-
-def test_loss_of_rl_tokens_waits_where_a_batch_may_lack_them(trainer):
-    trainer.setup(type="default")
-    if trainer.contract is LOSS_V0_6:
-        with pytest.raises(RuntimeError, match="the first batch had no token"):
-            trainer.next_batch("d")
-        return
-    for _ in range(9):
-        trainer.next_batch("d")
-    with pytest.raises(RuntimeError, match="the first 10 batches had no token for it .* rl tokens"):
-        trainer.next_batch("d")
 
 
 def test_data_hook_counts_a_batch_once_on_both_roads(newer_trainer):

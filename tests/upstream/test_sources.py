@@ -7,7 +7,12 @@ import types
 import pytest
 
 from prime_composer.upstream.versions.capabilities import signature_of
-from prime_composer.upstream.versions.sources import Sources, installed, of_checkout, texts_of
+from prime_composer.upstream.versions.sources import (
+    SourceTree,
+    installed,
+    of_checkout,
+    source_texts,
+)
 
 FUNCTIONS = """
 def plain(a, b, c=1): ...
@@ -72,7 +77,7 @@ def test_signature_of_a_function_is_that_of_inspect(name):
     """The last definition of a name counts."""
     space: dict = {}
     exec(FUNCTIONS, space)
-    assert Sources({"prime_rl/a.py": FUNCTIONS}).signature("prime_rl.a", name) == signature_of(
+    assert SourceTree({"prime_rl/a.py": FUNCTIONS}).signature("prime_rl.a", name) == signature_of(
         space[name]
     )
 
@@ -83,18 +88,18 @@ def test_signature_of_a_class_is_that_of_inspect(name, monkeypatch):
     module = types.ModuleType("classes_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(CLASSES, module.__dict__)
-    read = Sources({"prime_rl/a.py": CLASSES}).signature("prime_rl.a", name)
+    read = SourceTree({"prime_rl/a.py": CLASSES}).signature("prime_rl.a", name)
     assert read == signature_of(getattr(module, name))
 
 
 def test_signature_of_a_computed_field_asks_for_nothing():
     """A field that the constructor does not take is there, and need not be given."""
-    computed = Sources({"prime_rl/a.py": CLASSES}).signature("prime_rl.a", "Computed")
+    computed = SourceTree({"prime_rl/a.py": CLASSES}).signature("prime_rl.a", "Computed")
     assert computed == {"a": True, "b": False, "c": True}
 
 
 def test_signature_of_a_method_comes_from_its_bases():
-    sources = Sources(
+    sources = SourceTree(
         {
             "prime_rl/algo/__init__.py": "from .base import Algorithm as Exported\n",
             "prime_rl/algo/base.py": "class Algorithm:\n"
@@ -119,7 +124,7 @@ def test_signature_of_a_method_comes_from_its_bases():
 
 def test_signature_follows_what_a_module_has_at_run_time():
     """Imports count, also under ``try`` and before its fallback; those for type checkers do not."""
-    sources = Sources(
+    sources = SourceTree(
         {
             "prime_rl/a.py": "from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from prime_rl.b import hidden\n"
@@ -137,11 +142,11 @@ def test_signature_follows_what_a_module_has_at_run_time():
 
 def test_is_used_needs_more_than_a_definition_or_a_word():
     texts = {"prime_rl/a.py": '"""f is described here."""\ndef f(): ...\n'}
-    assert not Sources(texts).is_used("f")
-    assert Sources({**texts, "prime_rl/b.py": "from prime_rl.a import f\nf()\n"}).is_used("f")
-    assert Sources({**texts, "prime_rl/b.py": "loader.f()\n"}).is_used("DataLoader.f")
+    assert not SourceTree(texts).is_used("f")
+    assert SourceTree({**texts, "prime_rl/b.py": "from prime_rl.a import f\nf()\n"}).is_used("f")
+    assert SourceTree({**texts, "prime_rl/b.py": "loader.f()\n"}).is_used("DataLoader.f")
     renamed = "from prime_rl.a import f as own\nown()\n"
-    assert Sources({**texts, "prime_rl/b.py": renamed}).is_used("f")
+    assert SourceTree({**texts, "prime_rl/b.py": renamed}).is_used("f")
 
 
 def test_of_checkout_reads_both_folders_of_the_package(tmp_path):
@@ -149,10 +154,10 @@ def test_of_checkout_reads_both_folders_of_the_package(tmp_path):
     for path in ("src/prime_rl/a.py", "packages/prime-rl-configs/src/prime_rl/configs/b.py"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text("x = 1\n")
-    assert set(texts_of(of_checkout(tmp_path))) == {"prime_rl/a.py", "prime_rl/configs/b.py"}
-    assert texts_of(of_checkout(tmp_path / "src")) == texts_of(of_checkout(tmp_path))
+    assert set(source_texts(of_checkout(tmp_path))) == {"prime_rl/a.py", "prime_rl/configs/b.py"}
+    assert source_texts(of_checkout(tmp_path / "src")) == source_texts(of_checkout(tmp_path))
     shutil.rmtree(tmp_path / "packages/prime-rl-configs")
-    assert set(texts_of(of_checkout(tmp_path / "src"))) == {"prime_rl/a.py"}
+    assert set(source_texts(of_checkout(tmp_path / "src"))) == {"prime_rl/a.py"}
     with pytest.raises(ValueError, match="there is no src/prime_rl, nor prime_rl"):
         of_checkout(tmp_path / "packages")
 
@@ -162,7 +167,7 @@ def test_installed_finds_the_package_and_imports_nothing(tmp_path, monkeypatch):
         (tmp_path / folder / "prime_rl").mkdir(parents=True)
         (tmp_path / folder / "prime_rl" / f"{folder}.py").write_text("raise SystemExit\n")
         monkeypatch.syspath_prepend(tmp_path / folder)
-    assert set(texts_of(installed())) == {"prime_rl/one.py", "prime_rl/two.py"}
+    assert set(source_texts(installed())) == {"prime_rl/one.py", "prime_rl/two.py"}
     assert "prime_rl" not in sys.modules
     monkeypatch.setitem(sys.modules, "prime_rl", types.ModuleType("prime_rl"))
     assert installed() == []  # a stand-in without a spec
@@ -170,8 +175,8 @@ def test_installed_finds_the_package_and_imports_nothing(tmp_path, monkeypatch):
 
 def test_sources_of_another_python_are_refused_by_their_line():
     """A warning about a line of prime-rl's is not shown: nobody can mend it here."""
-    odd = Sources({"prime_rl/a.py": 'def f(a):\n    """A \\ sign."""\n'})
+    odd = SourceTree({"prime_rl/a.py": 'def f(a):\n    """A \\ sign."""\n'})
     assert odd.signature("prime_rl.a", "f") == {"a": True}
-    newer = Sources({"prime_rl/a.py": "def f(a) -> ???: ...\n"})
+    newer = SourceTree({"prime_rl/a.py": "def f(a) -> ???: ...\n"})
     with pytest.raises(ValueError, match=r"cannot read prime-rl's line 'def f\(a\) -> \?\?\?"):
         newer.signature("prime_rl.a", "f")

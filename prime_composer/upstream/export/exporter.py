@@ -10,8 +10,8 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.carried import keys_set
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.export.instructions import head_comment, slurm_notice
-from prime_composer.upstream.export.plan import Plan
-from prime_composer.upstream.export.refusals import refuse, refuse_native
+from prime_composer.upstream.export.plan import ExportPlan, unbuilt_models
+from prime_composer.upstream.export.refusals import refuse_recipe, refuse_table
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
 from prime_composer.upstream.versions.config_fields import ConfigFields
@@ -67,9 +67,12 @@ def export_recipe(
         if (old := plain_name(str(dialect))) in OLD:
             raise RecipeError(f"no recipe is exported for {old}: {OldVersion(old)}")
         raise RecipeError(f"unknown dialect {dialect!r}: choose one of {', '.join(VERSIONS)}")
-    refuse(recipe, version)
-    plan = Plan.of(recipe, version, {} if models is None else models, problems)
+    refuse_recipe(recipe)
+    unbuilt = unbuilt_models(recipe, models or {})
+    built = dict.fromkeys(unbuilt, "not built") | dict(models or {})
+    plan = ExportPlan.of(recipe, version, built, problems)
     table = build_tables(plan)
+    kwargs = table["trainer"]["loss"]["kwargs"]
     missing = [] if fields is None else fields.unknown(table)
     if missing:
         raise RecipeError(
@@ -78,12 +81,18 @@ def export_recipe(
             f"prime-rl {versions_that_run()}, or run the recipe with --engine local."
         )
     merge_native(table, recipe.prime_rl, version.name)
-    refuse_native(recipe.loss, recipe.rollout, version, table)
-    lost = not_carried(recipe)
+    refuse_table(recipe, version, kwargs, table)
+    if unbuilt:
+        raise RecipeError(
+            f"{', '.join(f'[{name}.prepare]' for name in unbuilt)}: builds models first. Run "
+            "`prime-composer prepare --config FILE`, then export again, or name existing models: "
+            f"{' '.join(f'--set {name}.model=DIR' for name in unbuilt)}"
+        )
+    lost = keys_not_carried(recipe)
     return Export(version, table, head_comment(plan, table, lost), lost)
 
 
-def not_carried(recipe: Recipe) -> dict[str, str]:
+def keys_not_carried(recipe: Recipe) -> dict[str, str]:
     """Return each key that the recipe sets and prime-rl has no setting for, with the reason.
 
     The marks on the recipe's fields say which. One whose value loses nothing is left out.

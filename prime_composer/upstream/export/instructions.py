@@ -1,7 +1,7 @@
 """Tell the user what to start beside an exported file, and how."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -9,9 +9,9 @@ from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.environment import NAME
-from prime_composer.upstream.export.plan import Plan
+from prime_composer.upstream.export.plan import ExportPlan
 from prime_composer.upstream.export.tables import needs_more_logprobs
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, WANDB
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, WANDB, at
 
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""  # vLLM computes logits in it
 
@@ -38,175 +38,157 @@ def under_slurm() -> list[str]:
     ]
 
 
-def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str, str]) -> list[str]:
-    """Return the lines of the comment at the head of an exported file."""
+def head_comment(plan: ExportPlan, table: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:
+    """Return the lines of the comment at the head of an exported file. Topics have a blank line."""
     lines = [
         f"Written by prime_composer for prime-rl's {plan.version.name} dialect. "
         "Start it with the adapter on:",
         "    prime-composer rl --config THIS_FILE --engine prime-rl",
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
-        *servers(plan),
-        *adapters(plan),
-        *packages(plan),
-        *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
-        *ends(plan),
-        *sampling_ahead(plan, table),
-        *evaluation_left_out(plan),
-        *wandb_left_out(plan, table),
     ]
-    if not_carried:
-        lines += ["", "Not carried to prime-rl:"]
-        lines += [f"    {key}: {why}" for key, why in not_carried.items()]
-    if isinstance(table.get("slurm"), Mapping):
-        lines += ["", *under_slurm()]
+    topics = [
+        servers_to_start(plan),
+        students_server(plan),
+        packages(plan),
+        temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
+        ends(plan),
+        sampling_ahead(plan, table),
+        evaluation_left_out(plan),
+        wandb(table),
+        left_out(lost),
+        under_slurm() if isinstance(table.get("slurm"), Mapping) else (),
+    ]
+    for topic in map(list, topics):
+        lines += ["", *topic] if topic else []
     return lines
 
 
-def packages(plan: Plan) -> list[str]:
-    """Return which environments have to be installed beside prime-rl."""
-    given = plan.recipe.environments_by_id.values()
-    ids = dict.fromkeys(source.id for source in given if source.id not in OF_THIS_PACKAGE)
-    if not ids:
-        return []
-    return ["", "Environments that have to be installed beside prime-rl:", f"    {', '.join(ids)}"]
-
-
-def servers(plan: Plan) -> list[str]:
-    """Return how to start the servers that prime-rl does not start itself.
+def servers_to_start(plan: ExportPlan) -> Iterator[str]:
+    """Yield how to start the servers that prime-rl does not start itself.
 
     The commands are prime-rl's own, because it pins a vLLM that answers its requests.
     """
-    recipe = plan.recipe
-    if not recipe.loss.compares_with_teacher:
-        return []
-    more, k = needs_more_logprobs(recipe.loss), recipe.loss.support_size
-    states = recipe.loss.reads_hidden_states
+    recipe, loss = plan.recipe, plan.recipe.loss
+    more, k, states = needs_more_logprobs(loss), loss.support_size, loss.reads_hidden_states
+    if not loss.compares_with_teacher or (not plan.teachers and recipe.rollout.url is None):
+        return
     if not plan.teachers:
-        if recipe.rollout.url is None:
-            return []
         also = f": start it with max_logprobs = {k}" if more else ""
-        scoring = f"The server at rollout.url scores the rollouts as well{also}."
-        return ["", scoring, *logits_dtype(plan)]
-    title = "The teacher's server is yours to start, on a GPU of its own:"
-    if len(plan.teachers) > 1:
-        title = "The teachers' servers are yours to start, each on a GPU of its own:"
-    lines, faster, keys = ["", title], [], []
+        yield f"The server at rollout.url scores the rollouts as well{also}."
+    elif len(plan.teachers) > 1:
+        yield "The teachers' servers are yours to start, each on a GPU of its own:"
+    else:
+        yield "The teacher's server is yours to start, on a GPU of its own:"
+    faster, keys = [], []
     for server in plan.teachers.values():
         port, host = urlsplit(server["url"]).port, ""
         if port is None:  # behind a gateway, so prime-rl's command cannot start it
             also = f", with max_logprobs = {k}" if more else ""
             also += ", started by prime-composer teacher" if states else ""
-            lines.append(f"    {server['model']} at {public_url(server['url'])}{also}")
+            yield f"    {server['model']} at {public_url(server['url'])}{also}"
             continue
         also = f" --vllm.max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])
         if not states:
-            lines.append(f"    inference --vllm.model {name} --server.port {port}{also}")
+            yield f"    inference --vllm.model {name} --server.port {port}{also}"
         if urlsplit(server["url"]).hostname not in THIS_HOST:
             host = " --host 0.0.0.0"
             keys.append(server.get("api_key_var", API_KEY_VAR))
         if k or states:
             faster.append(f"    prime-composer teacher --model {name} --port {port}{host}")
-    why = "Several times faster, with"
-    if states:
-        why = 'k = "full" reads hidden states, which the trainer asks for. They need'
     if faster:
-        lines += [f"{why} prime_composer's plugin in the same environment:"]
-    if faster and keys:
-        faster += [
-            "With --host every machine of the network may ask it. A key closes it: VLLM_API_KEY of",
-            f"the server, and the same in {' and '.join(dict.fromkeys(keys))} of prime-rl.",
-        ]
-    return [*lines, *faster, *logits_dtype(plan)]
+        why = "Several times faster, with"
+        if states:
+            why = 'k = "full" reads hidden states, which the trainer asks for. They need'
+        yield f"{why} prime_composer's plugin in the same environment:"
+        yield from faster
+        if keys:
+            own = " and ".join(dict.fromkeys(keys))
+            yield (
+                "With --host every machine of the network may ask it. A key closes it: "
+                "VLLM_API_KEY of"
+            )
+            yield f"the server, and the same in {own} of prime-rl."
+    yield "A server in bfloat16 gives bfloat16 logits, unless its head computes in float32."
+    yield "prime-rl's `inference` does that by default (enable_fp32_lm_head = true). To any"
+    yield "other vLLM server give vLLM's option:"
+    yield f"    {FLOAT32_HEAD}"
 
 
-def adapters(plan: Plan) -> list[str]:
-    """Return with which options a server that the user starts for the student loads its adapter."""
-    recipe = plan.recipe
-    if recipe.student.lora is None or recipe.rollout.url is None:
-        return []
-    return [
-        "",
-        "The server at rollout.url, prime-rl's `inference`, has to load adapters. Start it with",
-        f"    enable_lora = true, max_lora_rank = {recipe.student.lora.rank}",
-    ]
+def students_server(plan: ExportPlan) -> Iterator[str]:
+    """Yield with which options a server that the user starts for the student loads its adapter."""
+    lora = plan.recipe.student.lora
+    if lora is not None and plan.recipe.rollout.url is not None:
+        yield (
+            "The server at rollout.url, prime-rl's `inference`, has to load adapters. Start it with"
+        )
+        yield f"    enable_lora = true, max_lora_rank = {lora.rank}"
 
 
-def temperatures(loss: LossConfig, sampled: float) -> list[str]:
-    """Return at which temperatures student and teacher are compared, where that is not plain."""
+def packages(plan: ExportPlan) -> Iterator[str]:
+    """Yield which environments have to be installed beside prime-rl."""
+    given = plan.recipe.environments_by_id.values()
+    ids = dict.fromkeys(source.id for source in given if source.id not in OF_THIS_PACKAGE)
+    if ids:
+        yield "Environments that have to be installed beside prime-rl:"
+        yield f"    {', '.join(ids)}"
+
+
+def temperatures(loss: LossConfig, sampled: float) -> Iterator[str]:
+    """Yield at which temperatures student and teacher are compared, where that is not plain."""
     if sampled == 1 or not loss.compares_with_teacher:
-        return []
-    lines = ["", f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."]
+        return
+    yield f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."
     if loss.reads_hidden_states:
-        return [
-            *lines,
-            'k = "full" compares student and teacher without it, at the temperature of the loss.',
-        ]
-    return [*lines, "The teacher scores at 1, so the loss compares two temperatures."]
+        yield 'k = "full" compares student and teacher without it, at the temperature of the loss.'
+    else:
+        yield "The teacher scores at 1, so the loss compares two temperatures."
 
 
-def ends(plan: Plan) -> list[str]:
-    """Return what ends a rollout, which on one machine the teachers' ends do too."""
-    if not plan.recipe.loss.compares_with_teacher:
-        return []
-    return [
-        "",
-        "A rollout ends where the library `renderers` and the student's generation_config.json",
-        "end it. Name the end of a chat teacher there too (eos_token_id), for a base student.",
-    ]
+def ends(plan: ExportPlan) -> Iterator[str]:
+    """Yield what ends a rollout, which on one machine the teachers' ends do too."""
+    if plan.recipe.loss.compares_with_teacher:
+        yield (
+            "A rollout ends where the library `renderers` and the student's generation_config.json"
+        )
+        yield "end it. Name the end of a chat teacher there too (eos_token_id), for a base student."
 
 
-def sampling_ahead(plan: Plan, table: Mapping[str, Any]) -> list[str]:
-    """Return that prime-rl samples ahead of its trainer, where one machine does not."""
-    if plan.recipe.rollout.ahead or "max_off_policy_steps" in table["orchestrator"]:
-        return []
-    return [
-        "",
-        "prime-rl samples ahead of its trainer, by up to 8 updates: its default of",
-        "orchestrator.max_off_policy_steps, the recipe's rollout.ahead. One machine samples",
-        "each batch with the newest weights.",
-    ]
+def sampling_ahead(plan: ExportPlan, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield that prime-rl samples ahead of its trainer, where one machine does not."""
+    if not plan.recipe.rollout.ahead and "max_off_policy_steps" not in table["orchestrator"]:
+        yield "prime-rl samples ahead of its trainer, by up to 8 updates: its default of"
+        yield "orchestrator.max_off_policy_steps, the recipe's rollout.ahead. One machine samples"
+        yield "each batch with the newest weights."
 
 
-def wandb_left_out(plan: Plan, table: Mapping[str, Any]) -> list[str]:
-    """Return how to log to W&B, where nothing does."""
-    *parents, name = WANDB
-    for parent in parents:
-        table = table.get(parent, {})
-    if name in table:
-        return []
-    keys = ".".join(WANDB)
-    return [
-        "",
-        f'Not logged to W&B. To do so: [{keys}] project = "...", or [logging.wandb] in the',
-        "recipe.",
-    ]
-
-
-def evaluation_left_out(plan: Plan) -> list[str]:
-    """Return that prime-rl evaluates nothing, where one machine would."""
-    evaluation = plan.recipe.eval
+def evaluation_left_out(plan: ExportPlan) -> Iterator[str]:
+    """Yield that prime-rl evaluates nothing, where one machine would."""
+    size, every = plan.recipe.eval.size, plan.recipe.eval.every
     if not plan.evaluated:
-        return ["", "Nothing is evaluated: no environment has held-out answers with a reward."]
-    if "eval" in plan.recipe.model_fields_set:
-        return []
-    every = f"every {evaluation.every} steps" if evaluation.every else "before and after training"
-    return [
-        "",
-        f"Nothing is evaluated: the recipe has no [eval]. One machine would, {every} on",
-        f"{evaluation.size} problems. For the same here, write [eval] with size = "
-        f"{evaluation.size} into the recipe.",
-    ]
+        yield "Nothing is evaluated: no environment has held-out answers with a reward."
+    elif "eval" not in plan.recipe.model_fields_set:
+        when = f"every {every} steps" if every else "before and after training"
+        yield f"Nothing is evaluated: the recipe has no [eval]. One machine would, {when} on"
+        yield (
+            f"{size} problems. For the same here, write [eval] with size = {size} into the recipe."
+        )
 
 
-def logits_dtype(plan: Plan) -> list[str]:
-    """Return what to do so that a server in bfloat16 scores with float32 logits."""
-    return [
-        "A server in bfloat16 gives bfloat16 logits, unless its head computes in float32.",
-        "prime-rl's `inference` does that by default (enable_fp32_lm_head = true). To any",
-        "other vLLM server give vLLM's option:",
-        f"    {FLOAT32_HEAD}",
-    ]
+def wandb(table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how to log to W&B, where nothing does."""
+    keys = ".".join(WANDB)
+    if at(table, keys) is None:
+        yield f'Not logged to W&B. To do so: [{keys}] project = "...", or [logging.wandb] in the'
+        yield "recipe."
+
+
+def left_out(lost: Mapping[str, str]) -> Iterator[str]:
+    """Yield the keys that prime-rl has no setting for, with the reasons."""
+    if lost:
+        yield "Not carried to prime-rl:"
+    for key, why in lost.items():
+        yield f"    {key}: {why}"
 
 
 def slurm_notice(table: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """Decide what a recipe's teachers and environments become in prime-rl."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,44 +16,25 @@ from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
 FIRST_TEACHER_PORT = 8001
 
 
-class Environment(NamedTuple):
-    """An environment of prime-rl.
+class ExportedEnvironment(NamedTuple):
+    """An environment of prime-rl: one of the recipe's, or the rows of one with the same teacher."""
 
-    It is one of the recipe's, or the rows of one that name the same teacher.
-
-    Attributes:
-        name: its name in prime-rl.
-        source: the recipe's [data] or [environments.NAME].
-        ratio: its share of the prompts, relative to the others.
-        mixture: weights of the teachers that score its rollouts; they add up to 1.
-        rows: the teacher that its rows name, "" for rows that name none. None for all rows.
-    """
-
-    name: str
-    source: DataConfig | EnvironmentConfig
-    ratio: float
-    mixture: Mapping[TeacherId, float]
-    rows: str | None = None
+    name: str  # in prime-rl
+    source: DataConfig | EnvironmentConfig  # the recipe's [data] or [environments.NAME]
+    ratio: float  # its share of the prompts, relative to the others
+    mixture: Mapping[TeacherId, float]  # weights of its teachers, which add up to 1
+    rows: str | None = None  # the teacher that its rows name, "" for none; None: all rows
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A recipe, the version to export for, and its resolved teachers and environments.
-
-    Attributes:
-        recipe: the recipe.
-        version: the version of prime-rl.
-        student: name or directory of the student.
-        teachers: served name, URL and maybe ``api_key_var`` of each teacher.
-        environments: prime-rl's environments to train on. Without distillation their mixtures are
-            empty.
-    """
+class ExportPlan:
+    """A recipe, the version to export for, and its resolved teachers and environments."""
 
     recipe: Recipe
     version: Version
-    student: str
-    teachers: Mapping[TeacherId, Mapping[str, str]]
-    environments: list[Environment]
+    student: str  # name or directory
+    teachers: Mapping[TeacherId, Mapping[str, str]]  # url, model (served name), maybe api_key_var
+    environments: list[ExportedEnvironment]  # to train on; without distillation no mixtures
 
     @classmethod
     def of(
@@ -62,42 +43,46 @@ class Plan:
         version: Version,
         models: Mapping[str, Any],
         problems: ProblemSet | None = None,
-    ) -> "Plan":
+    ) -> "ExportPlan":
         """Resolve a recipe."""
-        routing = Routing.of_recipe(recipe)
-        distils = recipe.loss.compares_with_teacher
-        named = {"student": recipe.student.model}
-        if distils:
-            named |= {id_.table: teacher.model for id_, teacher in routing.teachers.items()}
-        refuse_unbuilt(
-            [table for table, name in named.items() if name is None and table not in models]
-        )
+        routing = Routing.of_recipe(recipe) if recipe.loss.compares_with_teacher else None
         return cls(
             recipe,
             version,
             model_name(recipe.student.model, models, "student"),
-            teacher_servers(routing, models) if distils else {},
-            split_environments(recipe.sources, routing if distils else None, problems),
+            {} if routing is None else teacher_servers(routing, models),
+            split_environments(recipe.sources, routing, problems),
         )
 
     @property
-    def evaluated(self) -> list[Environment]:
+    def evaluated(self) -> list[ExportedEnvironment]:
         """prime-rl's environments to evaluate: those whose answers have a reward."""
         return [
-            Environment(name, source, source.ratio, {})
+            ExportedEnvironment(name, source, source.ratio, {})
             for name, source in self.recipe.sources.items()
             if source.evaluates and (not isinstance(source, DataConfig) or source.scored)
         ]
 
     @property
+    def configs(self) -> Iterator[tuple[str, TeacherConfig]]:
+        """The name that each teacher is served by, and its table of the recipe."""
+        tables = Routing.of_recipe(self.recipe).teachers
+        return ((server["model"], tables[teacher]) for teacher, server in self.teachers.items())
+
+    @property
     def prompts(self) -> dict[str, dict[str, Any]]:
         """Served name of each teacher with prompts of its own, its tokenizer, and the prompts."""
-        configs, prompts = Routing.of_recipe(self.recipe).teachers, {}
-        for teacher, server in self.teachers.items():
-            if (asks := configs[teacher].prompt) is not None:
-                own = asks.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-                prompts[server["model"]] = {"tokenizer": server["model"], **own}
-        return prompts
+        return {
+            name: {"tokenizer": name}
+            | table.prompt.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            for name, table in self.configs
+            if table.prompt is not None
+        }
+
+    @property
+    def tokenizers(self) -> dict[str, str]:
+        """Served name of each teacher with a tokenizer of its own, and the tokenizer's place."""
+        return {name: name for name, table in self.configs if table.tokenizer == "own"}
 
     @property
     def renderer(self) -> dict[str, Any]:
@@ -105,16 +90,6 @@ class Plan:
         data = next(iter(self.recipe.problem_sources.values()), None)
         args = {} if data is None else data.template_args or {}
         return {**self.recipe.rollout.renderer, **args}
-
-    @property
-    def tokenizers(self) -> dict[str, str]:
-        """Served name of each teacher with a tokenizer of its own, and the tokenizer's place."""
-        configs = Routing.of_recipe(self.recipe).teachers
-        return {
-            server["model"]: server["model"]
-            for teacher, server in self.teachers.items()
-            if configs[teacher].tokenizer == "own"
-        }
 
     @property
     def teachers_mixed(self) -> bool:
@@ -127,14 +102,13 @@ def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:
     return str(models[table]) if name is None else name
 
 
-def refuse_unbuilt(tables: Sequence[str]) -> None:
-    """Refuse to export a recipe with models that have not been built, at the given tables."""
-    if tables:
-        raise RecipeError(
-            f"{', '.join(f'[{table}.prepare]' for table in tables)}: builds models first. Run "
-            "`prime-composer prepare --config FILE`, then export again, or name existing models: "
-            f"{' '.join(f'--set {table}.model=DIR' for table in tables)}"
-        )
+def unbuilt_models(recipe: Recipe, models: Mapping[str, Any]) -> list[str]:
+    """Return the tables whose models have to be built before an export can name them."""
+    named = {"student": recipe.student.model}
+    if recipe.loss.compares_with_teacher:
+        teachers = Routing.of_recipe(recipe).teachers
+        named |= {teacher.table: config.model for teacher, config in teachers.items()}
+    return [table for table, name in named.items() if name is None and table not in models]
 
 
 def v1_url(url: str) -> str:
@@ -165,7 +139,7 @@ def split_environments(
     sources: Mapping[str, DataConfig | EnvironmentConfig],
     routing: Routing | None,
     problems: ProblemSet | None,
-) -> list[Environment]:
+) -> list[ExportedEnvironment]:
     """Return prime-rl's environments to train on.
 
     prime-rl assigns teachers to environments. So an environment whose rows name teachers becomes
@@ -173,7 +147,9 @@ def split_environments(
     """
     sources = {name: source for name, source in sources.items() if source.trains}
     if routing is None:
-        return [Environment(name, source, source.ratio, {}) for name, source in sources.items()]
+        return [
+            ExportedEnvironment(name, source, source.ratio, {}) for name, source in sources.items()
+        ]
     by_row = {
         name: source
         for name, source in sources.items()
@@ -185,13 +161,13 @@ def split_environments(
     for name, source in sources.items():
         if name not in by_row or problems is None:
             mixture = routing.of_environment(name)
-            environments.append(Environment(name, source, source.ratio, mixture))
+            environments.append(ExportedEnvironment(name, source, source.ratio, mixture))
             continue
         rows = [problem for problem in problems.practice if problem.environment == name]
         counts = Counter(problem.teacher or "" for problem in rows)
         mixtures = {problem.teacher or "": routing.of(problem) for problem in rows}
         environments += [
-            Environment(
+            ExportedEnvironment(
                 f"{name}-{teacher or 'others'}",
                 source,
                 source.ratio * counts[teacher] / len(rows),

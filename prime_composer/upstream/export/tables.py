@@ -13,9 +13,9 @@ from prime_composer.recipe.model import LoraConfig
 from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
 from prime_composer.tables import Table
 from prime_composer.upstream.environment import NAME, data_settings
-from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
+from prime_composer.upstream.export.plan import ExportedEnvironment, ExportPlan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
-from prime_composer.upstream.export.toml import merge, merge_native, plain
+from prime_composer.upstream.export.toml import merge, merge_native, toml_value
 from prime_composer.upstream.settings import (
     FILE_KEY,
     IMPORT_PATH,
@@ -41,7 +41,7 @@ TOOL_CALL_PARSERS = {"qwen3": "hermes"}
 finds the parser by the model's name, which a model in a directory has not."""
 
 
-def build_tables(plan: Plan) -> dict[str, Any]:
+def build_tables(plan: ExportPlan) -> dict[str, Any]:
     """Return the recipe in prime-rl's terms, without its [prime_rl]."""
     recipe = plan.recipe
     table: dict[str, Any] = {
@@ -68,10 +68,10 @@ def build_tables(plan: Plan) -> dict[str, Any]:
     return table
 
 
-def orchestrator(plan: Plan) -> dict[str, Any]:
+def orchestrator(plan: ExportPlan) -> dict[str, Any]:
     """Return [orchestrator]: batches, environments, teachers, evaluation, the student's server."""
     recipe, version = plan.recipe, plan.version
-    environments = [environment(part) for part in plan.environments]
+    environments = [environment_entry(part) for part in plan.environments]
     table: dict[str, Any] = {"batch_size": recipe.trainer.batch_size}
     put(table, version.places.group_size, recipe.rollout.group_size)
     put(table, "train.sampling", sampling(recipe.rollout))
@@ -95,20 +95,20 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
     if plan.renderer:
-        table["renderer"] = plain(plan.renderer)
+        table["renderer"] = toml_value(plan.renderer)
     if recipe.loss.reads_rewards_and_teacher and version.zero_advantages is not None:
         put(table, version.zero_advantages, False)  # worth their distillation
     if recipe.rollout.url is not None:
         client = {"base_url": v1_url(recipe.rollout.url)} | api_key(recipe.rollout)
         merge(table, {"model": {"client": client}})
     if "eval" in recipe.model_fields_set and plan.evaluated:
-        table["eval"] = evaluation(plan)
+        table["eval"] = evaluation_table(plan)
         size = math.ceil(recipe.eval.size / len(plan.evaluated))
         put(table, version.places.eval_size, size)
     return table
 
 
-def self_distillation(plan: Plan) -> dict[str, Any]:
+def self_distillation(plan: ExportPlan) -> dict[str, Any]:
     """Return the algorithm of a policy that is its own teacher, given a hint."""
     policy, renderer = plan.recipe.policy_teacher, plan.renderer
     assert policy is not None, "a loss without a teacher"
@@ -116,11 +116,11 @@ def self_distillation(plan: Plan) -> dict[str, Any]:
     if policy.hint == "feedback":
         table["template"] = "{demonstration}"  # prime-rl's own calls it an expert's response
     if renderer:
-        table["renderer"] = plain(renderer)  # of the hint
+        table["renderer"] = toml_value(renderer)  # of the hint
     return table
 
 
-def environment(part: Environment, split: str = "train") -> dict[str, Any]:
+def environment_entry(part: ExportedEnvironment, split: str = "train") -> dict[str, Any]:
     """Return an environment: one that ``prime_composer_problems`` serves, or one by id.
 
     One to evaluate has no ratio. main has no such key, and nothing else reads it.
@@ -130,7 +130,9 @@ def environment(part: Environment, split: str = "train") -> dict[str, Any]:
         entry["ratio"] = part.ratio
     source = part.source
     if not isinstance(source, DataConfig):
-        return source_of(source.id, plain(source.args), entry, source.max_turns, source.timeout)
+        return source_of(
+            source.id, toml_value(source.args), entry, source.max_turns, source.timeout
+        )
     settings = data_settings(source)
     if split != "train":
         settings["split"] = split
@@ -139,7 +141,7 @@ def environment(part: Environment, split: str = "train") -> dict[str, Any]:
     return source_of(NAME, settings, entry)
 
 
-def merge_own_settings(entry: dict[str, Any], part: Environment, version: Version) -> None:
+def merge_own_settings(entry: dict[str, Any], part: ExportedEnvironment, version: Version) -> None:
     """Merge ``[environments.NAME.prime_rl]`` into its environment, in place."""
     if not isinstance(part.source, DataConfig):
         merge_native(entry, part.source.prime_rl, version.name)
@@ -150,14 +152,14 @@ def sampling(rollout: RolloutConfig) -> dict[str, Any]:
     return {"temperature": rollout.temperature, "max_completion_tokens": rollout.max_tokens}
 
 
-def evaluation(plan: Plan) -> dict[str, Any]:
+def evaluation_table(plan: ExportPlan) -> dict[str, Any]:
     """Return [orchestrator.eval] without its size: greedy accuracy on the held-out problems.
 
     prime-rl evaluates before the first step, and whenever its count of steps is a multiple of the
     interval. ``every = 0`` becomes the count after the last step.
     """
     recipe, version = plan.recipe, plan.version
-    entries = [environment(part, "test") for part in plan.evaluated]
+    entries = [environment_entry(part, "test") for part in plan.evaluated]
     for entry, part in zip(entries, plan.evaluated, strict=True):
         merge_own_settings(entry, part, version)
     return {
@@ -167,7 +169,7 @@ def evaluation(plan: Plan) -> dict[str, Any]:
     }
 
 
-def trainer(plan: Plan) -> dict[str, Any]:
+def trainer(plan: ExportPlan) -> dict[str, Any]:
     """Return [trainer]: loss, optimizer, schedule, activation checkpointing, adapter."""
     config = plan.recipe.trainer
     table: dict[str, Any] = {
@@ -187,11 +189,11 @@ def trainer(plan: Plan) -> dict[str, Any]:
         off = {"ac": "None", "ac_offloading": "None"}
         table["model"] = {"ac": {"mode": "full"}} if config.gradient_checkpointing else off
     if (lora := plan.recipe.student.lora) is not None:
-        table.setdefault("model", {})["lora"] = adapter(lora)
+        table.setdefault("model", {})["lora"] = lora_table(lora)
     return table
 
 
-def adapter(lora: LoraConfig) -> dict[str, Any]:
+def lora_table(lora: LoraConfig) -> dict[str, Any]:
     """Return [trainer.model.lora].
 
     Of all linear layers prime-rl's own list is written by nobody: it has the usual names of a dense
@@ -203,11 +205,11 @@ def adapter(lora: LoraConfig) -> dict[str, Any]:
     return table
 
 
-def loss_table(plan: Plan) -> dict[str, Any]:
+def loss_table(plan: ExportPlan) -> dict[str, Any]:
     """Return the loss as the recipe sets it, and the knob ``dialect`` of each loss that has one."""
     loss = plan.recipe.loss
     set_by_recipe = loss.model_dump(exclude_unset=True, exclude_none=True)
-    table = {"type": loss.type, **plain(set_by_recipe)}
+    table = {"type": loss.type, **toml_value(set_by_recipe)}
     name_dialects(table, loss, plan.version.name)
     if plan.teachers_mixed:
         table[FILE_KEY] = True  # prime-rl alone would query the wrong teacher without any error
@@ -219,7 +221,7 @@ def loss_table(plan: Plan) -> dict[str, Any]:
     if tokenizers:
         table[TOKENIZERS_KEY] = tokenizers
     if plan.prompts:
-        table[PROMPTS_KEY] = plain(plan.prompts)
+        table[PROMPTS_KEY] = toml_value(plan.prompts)
     return table
 
 
@@ -252,7 +254,7 @@ def scheduler(config: TrainerConfig) -> dict[str, Any]:
     return {"type": "cosine", "warmup_steps": warmup}
 
 
-def vllm_arguments(plan: Plan) -> dict[str, Any]:
+def vllm_arguments(plan: ExportPlan) -> dict[str, Any]:
     """Return arguments, by vLLM's names, of the server that prime-rl starts for the student."""
     recipe, arguments = plan.recipe, dict[str, Any]()
     if "gpu_memory_utilization" in recipe.rollout.model_fields_set:

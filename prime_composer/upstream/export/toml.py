@@ -36,12 +36,12 @@ def write_text(path: Path, text: str, replace: bool = True) -> None:
         file.write(text)
 
 
-def plain(value: Any) -> Any:
+def toml_value(value: Any) -> Any:
     """Return a value with tuples and sets as lists, the types that TOML has."""
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: toml_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
+        return [toml_value(item) for item in value]
     return value
 
 
@@ -70,7 +70,7 @@ def merge(target: dict[str, Any], source: Mapping[str, Any], place: str = "prime
     """Merge ``source`` into ``target``, table by table. Lists and values are replaced."""
     for key, value in source.items():
         if not isinstance(target.get(key), dict):
-            target[key] = plain(value)
+            target[key] = toml_value(value)
         elif isinstance(value, Mapping):
             merge(target[key], value, f"{place}.{key}")
         else:

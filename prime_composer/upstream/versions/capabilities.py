@@ -40,7 +40,7 @@ class UnknownSurface(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class HookPlace:
     """One place where prime-rl has, or had, what we touch."""
 
     module: str  # the module, by its full name
@@ -59,16 +59,16 @@ class Capability:
 
     name: str  # what it does for us, as the doctor's table says it
     roads: tuple[str, ...]  # the roads that end without it
-    places: tuple[Place, ...]  # where it is, the newest first
+    places: tuple[HookPlace, ...]  # where it is, the newest first
     optional: bool = False  # nothing is lost where prime-rl has no such thing
 
 
 @dataclass(frozen=True)
-class Finding:
+class HookFinding:
     """Where a capability was found, and what does not fit there."""
 
     capability: Capability
-    place: Place | None  # None where it is gone
+    place: HookPlace | None  # None where it is gone
     misfits: tuple[str, ...] = ()  # what differs, nothing where it fits
     note: str = ""  # what else there is to say of it
 
@@ -89,11 +89,11 @@ def _capability(
     return Capability(name, roads, tuple(map(_place, places)), optional)
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> HookPlace:
     where, *needs = text.split()
     module, _, attribute = where.partition(":")
     names = tuple(name for name in needs if name != "...")
-    return Place(f"prime_rl.{module}", attribute, names, open="..." in needs)
+    return HookPlace(f"prime_rl.{module}", attribute, names, open="..." in needs)
 
 
 _NEWER = "trainer_logprobs inference_logprobs ref_logprobs advantages loss_mask"
@@ -250,7 +250,7 @@ CAPABILITIES = (  # Everything that we touch: trainer, orchestrator, launcher
 )
 
 
-def misfits(signature: Signature, place: Place) -> tuple[str, ...]:
+def misfits(signature: Signature, place: HookPlace) -> tuple[str, ...]:
     """Return what keeps a signature from fitting a place, nothing if it fits."""
     lost = [name for name in place.needs if name not in signature]
     new = [name for name, required in signature.items() if required and name not in place.needs]
@@ -262,19 +262,19 @@ def misfits(signature: Signature, place: Place) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find(capability: Capability, read: Read) -> Finding:
+def find(capability: Capability, read: Read) -> HookFinding:
     """Return where a capability is: the first place that fits, else the one that differs least."""
     findings = [
-        Finding(capability, place, misfits(signature, place))
+        HookFinding(capability, place, misfits(signature, place))
         for place in capability.places
         if (signature := read(place.module, place.attribute)) is not None
     ]
     if findings:
         return min(findings, key=lambda finding: len(finding.misfits))
     if capability.optional:
-        return Finding(capability, None)
+        return HookFinding(capability, None)
     places = " or ".join(dict.fromkeys(map(str, capability.places)))
-    return Finding(capability, None, (f"there is no {places}",))
+    return HookFinding(capability, None, (f"there is no {places}",))
 
 
 def take(capability: Capability, module: ModuleType) -> Any:
@@ -291,7 +291,7 @@ def replace(capability: Capability, module: ModuleType, wrapped: Callable[[Any],
         setattr(_member(module, owner) if owner else module, name, wrapped(found[1]))
 
 
-def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | None:
+def located(capability: Capability, module: ModuleType) -> tuple[HookPlace, Any] | None:
     """Return the place of a capability in a loaded module of prime-rl, and what is there.
 
     None: another module may have it, or nothing is lost without it. What does not fit is refused.
@@ -311,11 +311,11 @@ def located(capability: Capability, module: ModuleType) -> tuple[Place, Any] | N
         ),
     )
     if finding.place is None or finding.misfits:
-        raise UnknownSurface(explain([finding], getattr(module, "__file__", None)))
+        raise UnknownSurface(misfit_message([finding], getattr(module, "__file__", None)))
     return finding.place, members[finding.place.attribute]
 
 
-def explain(findings: Sequence[Finding], where: object, remedy: str = "") -> str:
+def misfit_message(findings: Sequence[HookFinding], where: object, remedy: str = "") -> str:
     """Return the text of an error: each misfit in a line of its own, and what still works."""
     lines = "\n".join(f"  {finding}" for finding in findings)
     remedy = remedy or "`prime-composer doctor` says what works with it."

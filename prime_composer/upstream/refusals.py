@@ -1,0 +1,242 @@
+"""What does not go together inside prime-rl: rules that yield a sentence for each breach.
+
+A rule is told once, by the first process that can know it. prime-rl's launcher applies all of them
+to its own config before it starts a process, and the export to the table that it writes, which has
+the same keys. A process that was started by hand has no config, and applies the others.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prime_composer.extras import requirement
+from prime_composer.losses import LossConfig, require
+from prime_composer.upstream.settings import (
+    IMPORT_PATH,
+    PROMPTS_KEY,
+    SECTION,
+    SWITCH,
+    TOKENIZERS_KEY,
+    AdapterSettings,
+)
+from prime_composer.upstream.versions.records import LOSS_V0_7
+from prime_composer.upstream.versions.toml_shapes import at
+
+EXPERTS, KEPT_IDS = "enable_return_routed_experts", "enable_return_sampling_mask"
+
+UNCUT = {"top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0)}
+"""Settings that cut the sampled distribution, and the values with which they do not."""
+
+
+class Run(NamedTuple):
+    """What the rules read."""
+
+    loss: LossConfig
+    settings: AdapterSettings  # with what follows from the loss
+    config: Any = None  # prime-rl's: the launcher's object, or tables of a TOML; None: none is here
+    section: str = SECTION  # table that has the loss, for messages
+    names_loss: bool = True  # whether [trainer.loss] of the config names our loss
+    replays: bool = False  # whether this prime-rl's trainer replays what sampling has cut off
+
+    @property
+    def label(self) -> str:
+        """The loss by section and type, as sentences begin."""
+        return f"[{self.section}] type = {self.loss.type!r}"
+
+    def at(self, path: str) -> Any:
+        """Return a value of the config, None where there is none."""
+        return at(self.config, path)
+
+    def active(self, *paths: str) -> str:
+        """Return those of the paths that are turned on, joined by "and"."""
+        return " and ".join(path for path in paths if self.at(path))
+
+    def train_tables(self) -> Iterator[tuple[str, Any]]:
+        """Yield [orchestrator.train] and each of its sources, by their paths."""
+        path = "orchestrator.train"
+        sources = self.at(f"{path}.source")
+        yield path, self.at(path)
+        for index, source in enumerate(sources if isinstance(sources, list) else ()):
+            yield f"{path}.source[{index}]", source
+
+
+def refuse(run: Run) -> None:
+    """Raise ``ValueError`` with the first sentence of any rule."""
+    for rule in RULES:
+        for sentence in rule(run):
+            raise ValueError(sentence)
+
+
+def inputs(run: Run) -> Iterator[str]:
+    """A loss may read what no version of prime-rl has."""
+    try:
+        require(run.loss, LOSS_V0_7.provides(run.loss, adapter=True), "prime_rl", run.section)
+    except ValueError as error:
+        yield str(error)
+
+
+def place_of_the_loss(run: Run) -> Iterator[str]:
+    """rl tokens have a loss of their own, and one of both kinds is called on rl tokens."""
+    beside = run.settings.rewards == "beside"
+    if run.names_loss and beside and run.config is not None:
+        yield (
+            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, and '
+            "this run names ours there. For one loss of rewards and a teacher use compose, or "
+            "rl_mix of any loss."
+        )
+    if not run.names_loss and (run.settings.rewards == "in_loss" or not _compares(run)):
+        yield (
+            f"{SWITCH} names {run.loss.type!r}, a loss of rl tokens. Those are set in "
+            f'[trainer.loss]: write type = "custom", import_path = "{IMPORT_PATH}", and the table '
+            f"in [{SECTION}]."
+        )
+
+
+def rewards(run: Run) -> Iterator[str]:
+    """What rewards do follows from the loss, but for a second loss beside it."""
+    reads_both, given = run.loss.reads_rewards_and_teacher, run.settings.rewards
+    if (given == "in_loss" and not reads_both) or (
+        given == "beside" and (reads_both or not _compares(run))
+    ):
+        reads = "rewards and a teacher" if given == "in_loss" else "a teacher and no rewards"
+        yield (
+            f'{SWITCH}: rewards = "{given}" is for a loss that reads {reads}, and '
+            f"{run.loss.type!r} is none. Leave rewards out."
+        )
+    for path, table in run.train_tables():
+        least = at(table, "min_abs_advantage")
+        if given == "in_loss" and least:
+            yield (
+                f"{run.label} reads rewards and a teacher, and {path}.min_abs_advantage = {least} "
+                "takes tokens with small advantages out of it, the teacher's part with them: set "
+                "it to 0."
+            )
+
+
+def asker(run: Run) -> Iterator[str]:
+    """The process that asks has to have what the question needs."""
+    settings = run.settings
+    if run.loss.reads_hidden_states and settings.asked_by == "orchestrator":
+        yield (
+            f"{run.label} reads the teacher's hidden states, which the orchestrator has no room "
+            'for in a sample: leave asked_by out, or set it to "trainer".'
+        )
+    if not settings.trainer_asks:
+        return
+    give_k = 'leave asked_by = "trainer" and k = "full" out, and give the loss a number k.'
+    for key, given, of_recipe in (
+        (TOKENIZERS_KEY, settings.teacher_tokenizers, 'tokenizer = "own"'),
+        (PROMPTS_KEY, settings.teacher_prompts, "[teacher.prompt]"),
+    ):
+        if given:
+            yield (
+                f"{key} (of a recipe: {of_recipe}): such prompts are rendered from messages, and "
+                f"the trainer has no messages: {give_k}"
+            )
+    of_all = run.at("orchestrator.train.algo") or run.at("orchestrator.algo")
+    for path, table in run.train_tables():
+        if at(at(table, "algo") or of_all, "type") == "opsd":
+            yield (
+                f"{path} has the algorithm opsd, whose teacher reads a hint, and the trainer, "
+                f"which asks here, has no hints: {give_k}"
+            )
+
+
+def tokenizers(run: Run) -> Iterator[str]:
+    """A teacher with a tokenizer of its own has no score of some tokens and ids."""
+    if not run.settings.teacher_tokenizers:
+        return
+    own = f'A teacher with a tokenizer of its own ({TOKENIZERS_KEY}, of a recipe tokenizer = "own")'
+    if run.settings.rewards == "in_loss":
+        yield (
+            f"{own} has no score of some tokens, and {run.label} reads rewards and a teacher for "
+            "each of them: use a loss of the teacher alone."
+        )
+    if run.settings.teachers_mixed:
+        yield (
+            f"{own} has ids without a probability, which are missing from a mixture: route each "
+            "environment to one teacher."
+        )
+
+
+def offloading(run: Run) -> Iterator[str]:
+    """The output head's weight stays on the trainer's device.
+
+    A loss of whole vocabularies multiplies with it between prime-rl's forward and backward. Two
+    options keep it on the CPU between its uses, and were not run with such a loss:
+    ``fsdp_cpu_offload`` (559b4477 trainer/model.py, ``setup_fsdp``) and ``full_offload`` (559b4477
+    trainer/optim/offload.py). Offloading of optimizer states or of activations leaves it there.
+    """
+    active = run.active("trainer.model.fsdp_cpu_offload", "trainer.model.full_offload")
+    if run.loss.reads_hidden_states and active:
+        yield (
+            f"{run.label} multiplies with the output head after the forward, and {active} keeps it "
+            "on the CPU: set trainer.model.optim_cpu_offload = true in its place, or give the loss "
+            "a number k."
+        )
+
+
+def router_replay(run: Run) -> Iterator[str]:
+    """The support is sent in the field of router replay, where the orchestrator asks."""
+    active = run.active(
+        "trainer.enable_router_replay", f"inference.{EXPERTS}", f"inference.vllm.{EXPERTS}"
+    )
+    if run.settings.k and not run.settings.trainer_asks and active:
+        yield (
+            f"{run.label} needs the teacher's top-{run.settings.k} support, which is sent in the "
+            f'field of router replay: set asked_by = "trainer" in [{run.section}], which sends '
+            f"none, or {active} = false."
+        )
+
+
+def sampling_replay(run: Run) -> Iterator[str]:
+    """prime-rl's trainer normalizes its log-probs as the teacher's are: over the whole vocabulary.
+
+    From September 2026 on they are over the ids that top-p or top-k has kept, which a sampler
+    replays. Before, a sampling in ``extra_body`` decides only which tokens are compared.
+    """
+    active = [run.active(f"inference.{KEPT_IDS}", f"inference.vllm.{KEPT_IDS}")]
+    for path, table in run.train_tables():
+        for below in ("sampling", "sampling.extra_body") if run.replays else ("sampling",):
+            cuts = [key for key, off in UNCUT.items() if at(table, f"{below}.{key}") not in off]
+            active += [f"{path}.{below}.{key}" for key in cuts]
+    if _compares(run) and any(active):
+        yield (
+            f"{run.label} compares log-probs over the whole vocabulary, and this prime-rl's "
+            "trainer renormalizes its own over the ids that sampling kept: leave out "
+            f"{', '.join(filter(None, active))} (top_p of a recipe is rollout.top_p)."
+        )
+
+
+def job_script(run: Run) -> Iterator[str]:
+    """`uv sync` in a job keeps what prime-rl locks alone, and removes this package."""
+    slurm = run.at("slurm")
+    if (path := at(slurm, "template_path")) is None:  # none, or a TOML without prime-rl's defaults
+        return
+    template, lock = Path(path), Path(slurm.project_dir) / "uv.lock"
+    lines = (line.partition("#")[0] for line in template.read_text("utf-8").splitlines())
+    if all("uv sync" not in line or "--inexact" in line for line in lines):
+        return
+    if lock.is_file() and 'name = "prime-composer"' in lock.read_text("utf-8"):
+        return
+    own, everywhere = slurm.pre_run_command or "", getattr(slurm, "shared_fs", True)
+    if not re.search(r"\b(pip install|uv add)\b", own) or not (everywhere or "srun" in own):
+        where = "" if everywhere else "srun --ntasks-per-node=1 "
+        yield (
+            f"[slurm] the job script {template.name} runs `uv sync`, which removes this package, "
+            "and the job would train prime-rl's own loss. Let it be installed again: "
+            f'pre_run_command = "{where}uv pip install {requirement()}"'
+        )
+
+
+def _compares(run: Run) -> bool:
+    return run.loss.compares_with_teacher
+
+
+Rule = Callable[[Run], Iterator[str]]
+
+RULES: tuple[Rule, ...] = (
+    *(inputs, rewards, place_of_the_loss, asker, tokenizers),
+    *(offloading, router_replay, sampling_replay, job_script),
+)
