@@ -2,23 +2,16 @@
 
 They are passed in the environment variable ``PRIME_COMPOSER``, which has these forms:
 
-    unset, "", "0", "false", "no", "off"
-                                        the adapter is off
-    "1"                                 on; prime-rl's launcher adds the loss of its config
-    {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
-    @FILE                               on, with such an object in FILE.json, or with the loss of
-                                        prime-rl's own config, FILE.toml or JSON. This form
-                                        survives every shell, template and TOML
-    {"loss": {...}, "rewards": "beside"}
-                                        and prime-rl's own rl loss trains the same tokens
-    {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
-                                        and the trainer asks the teachers, not the orchestrator
-    {"loss": {...}, "teacher_tokenizers": {"NAME": "DIRECTORY"}, "student_tokenizer": "DIRECTORY"}
-                                        and the teacher that is served as NAME has its own tokenizer
-    {"loss": {...}, "teacher_prompts": {"NAME": {"tokenizer": "DIRECTORY", "system": ...}}}
-                                        and the teacher that is served as NAME has its own prompts
-    {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
-                                        on, as prime-rl's launcher passes it to its children
+    unset, "", "0", "false", "no", "off"    the adapter is off
+    "1"                                     on; prime-rl's launcher adds the loss of its config
+    @FILE                                   on, with such an object as follows in FILE.json, or with
+                                            the loss of prime-rl's own config, FILE.toml or JSON.
+                                            No shell, template or TOML changes this form
+    {"loss": {...}, ...}                    on, with [trainer.loss.kwargs] itself, and maybe further
+                                            fields of ``AdapterSettings``
+
+prime-rl's launcher passes all of them on to its children. A process that is started by hand derives
+from the loss what the object lacks.
 
 Losses, and torch with them, are imported only to check a loss table, and this folder's rules with
 them.

@@ -114,39 +114,29 @@ def test_pth_is_one_line_that_starts_with_import():
 
 
 def test_hook_runs_before_names_are_copied_from_its_module(tmp_path):
-    package = tmp_path / "lib" / "prime_rl" / "utils"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").write_text("")
-    (package / "config.py").write_text("def cli(cls):\n    return cls\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r})\n"
+    code = with_prime_rl(
+        tmp_path,
         "import types\n"
         "hook = types.ModuleType('prime_composer.upstream.launcher_hook')\n"
         "def hook_config(module): module.cli = lambda cls: 'hooked'\n"
         "hook.hook_config = hook_config\n"
         "sys.modules['prime_composer.upstream.launcher_hook'] = hook\n"
         "from prime_rl.utils.config import cli\n"
-        "print(cli(int))"
+        "print(cli(int))",
     )
     assert interpreter(tmp_path, code, "1").stdout.strip() == "hooked"
     assert interpreter(tmp_path, code).stdout.strip() == "<class 'int'>"
 
 
 def test_env_server_never_imports_torch(tmp_path):
-    package = tmp_path / "lib" / "prime_rl" / "utils"
-    package.mkdir(parents=True)
-    for folder in (package, package.parent):
-        (folder / "__init__.py").write_text("")
-    (package / "config.py").write_text("def cli(cls):\n    return cls()\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r})\n"
+    code = with_prime_rl(
+        tmp_path,
         f"sys.path.append({sysconfig.get_path('purelib')!r})\n"  # pydantic
         "from prime_rl.utils.config import cli\n"
         "assert 'prime_composer.upstream.launcher_hook' in sys.modules\n"
         "assert hasattr(cli, '__wrapped__')\n"
-        "assert cli(dict) == {}\n"  # its config has no trainer
-        "print('torch' in sys.modules)\n"
+        "assert cli({}) == {}\n"  # its config has no trainer
+        "print('torch' in sys.modules)\n",
     )
     done = interpreter(tmp_path, code, "1")
     assert (done.stdout, done.stderr) == ("False\n", "")

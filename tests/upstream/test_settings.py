@@ -62,19 +62,14 @@ def test_from_env_is_off_where_the_variable_is_unset(monkeypatch):
     assert AdapterSettings.from_env() is None
 
 
-@pytest.mark.parametrize("value", ["yes", "[1]", '{"los": 1}', '{"loss": 3}', '{"k": -1}'])
-def test_from_env_refuses_a_wrong_value_with_an_example(monkeypatch, value):
-    monkeypatch.setenv(SWITCH, value)
-    with pytest.raises(ValueError, match="topk_reverse_kl"):
-        AdapterSettings.from_env()
-
-
 TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        *((text, "topk_reverse_kl") for text in ("yes", "[1]", '{"los": 1}', '{"loss": 3}')),
+        ('{"k": -1}', "k: .* Example: PRIME_COMPOSER=.*topk_reverse_kl"),
         ('{"loss": ' + 100_000 * "[", "write PRIME_COMPOSER=1"),
         ('{"k": ' + 5000 * "9" + "}", "write PRIME_COMPOSER=1"),
         (json.dumps({"teachers": [TEACHER]})[:-1], "not shown: it may have a password"),
@@ -90,7 +85,7 @@ TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
             "unknown key 'distillation.loss.loss.kk'; did you mean 'k'",
         ),
     ],
-    ids=["deep", "digits", "password", "quote", "k", "knob", "key", "none", "weight", "name"],
+    ids=lambda value: str(value)[:24],
 )
 def test_from_env_refuses_in_one_sentence(monkeypatch, value, message):
     """Without the password of a teacher's URL."""
@@ -217,40 +212,37 @@ def test_parse_loss_table_reads_numbers_written_as_strings():
     assert parse_loss_table({"type": "topk_reverse_kl", "k": "16"}).k == 16
 
 
-def test_parse_loss_table_names_the_nearest_key():
-    with pytest.raises(ValueError, match="unknown key 'kl_taus'; did you mean 'kl_tau'"):
-        parse_loss_table({**SAMPLED, "kl_taus": 0.1})
-
-
-def test_parse_loss_table_lists_the_losses():
-    for table in ({"type": "topk_revers_kl"}, {"k": 3}):
-        with pytest.raises(ValueError, match=r"^\[trainer.loss.kwargs\] ") as refusal:
-            parse_loss_table(table)
-        assert all(name in str(refusal.value) for name in LOSS_TYPES if ":" not in name)
-    with pytest.raises(ValueError, match="did you mean topk_reverse_kl"):
-        parse_loss_table({"type": "topk_revers_kl"})
-    with pytest.raises(ValueError, match="has no `type`"):
-        parse_loss_table({"k": 3})
-
-
-def test_parse_loss_table_names_the_section_and_key_of_a_value():
-    with pytest.raises(ValueError, match=r"^\[here\] k\S*: .*greater than 0"):
-        parse_loss_table({"type": "topk_reverse_kl", "k": 0}, section="here")
+@pytest.mark.parametrize(
+    "table,words,names_losses",
+    [
+        ({**SAMPLED, "kl_taus": 0.1}, "unknown key 'kl_taus'; did you mean 'kl_tau'", False),
+        ({"type": "topk_reverse_kl", "k": 0}, r"k\S*: .*greater than 0", False),
+        ({"type": "topk_revers_kl"}, "did you mean topk_reverse_kl", True),
+        ({"k": 3}, "has no `type`", True),
+    ],
+)
+def test_parse_loss_table_names_section_key_and_choices(table, words, names_losses):
+    with pytest.raises(ValueError, match=rf"^\[here\] .*{words}") as refusal:
+        parse_loss_table(table, section="here")
+    losses = [name for name in LOSS_TYPES if ":" not in name]
+    assert all(name in str(refusal.value) for name in losses) is names_losses
 
 
 @pytest.mark.parametrize(
     "table,size",
-    [(TOP_K, 4), (SAMPLED, 0), (FULL, 0), ({"type": "adaptive_kl", "k": "full"}, 0)],
+    [
+        (TOP_K, 4),
+        (SAMPLED, 0),
+        (FULL, 0),
+        ({"type": "adaptive_kl", "k": "full"}, 0),
+        (whole_support.FULL, 0),
+    ],
 )
 def test_wire_support_size_is_zero_without_a_support(table, size):
-    """Hidden states are no support."""
-    assert wire_support_size(parse_loss_table(table)) == size
-
-
-def test_outside_loss_compares_the_whole_vocabulary_by_hidden_states():
-    """As a loss of the package does: the trainer asks, and no support is on prime-rl's wire."""
-    loss = parse_loss_table(whole_support.FULL)
-    assert wire_support_size(loss) == 0 and loss.reads_hidden_states
+    """Hidden states are no support, of a loss from outside neither."""
+    loss = parse_loss_table(table)
+    assert wire_support_size(loss) == size
+    assert loss.reads_hidden_states is (table.get("k") == "full" or table is whole_support.FULL)
 
 
 def test_teachers_are_not_in_the_settings_repr():
