@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prime_composer.problems.config import CHAT_KEYS
-from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
+from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.recipe.urls import has_credentials, two_credentials
 from prime_composer.upstream.refusals import Run, refuse
 from prime_composer.upstream.settings import TEACHER_KEYS, AdapterSettings
@@ -121,8 +121,10 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 def credentials(recipe: Recipe) -> Iterator[str]:
     """Of a password and an API key prime-rl would drop the key."""
-    servers = {} if recipe.policy_teacher is not None else recipe.teacher_tables
-    for table, server in {"rollout": recipe.rollout, **servers}.items():
+    servers: dict[str, RolloutConfig | TeacherConfig] = {"rollout": recipe.rollout}
+    if recipe.policy_teacher is None:
+        servers |= recipe.teacher_tables
+    for table, server in servers.items():
         key = os.environ.get(server.api_key_var)
         if key and server.url is not None and has_credentials(server.url):
             yield two_credentials(f"The url in [{table}]", server.api_key_var)
