@@ -19,7 +19,6 @@ from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches
 from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
-from prime_composer.upstream.refusals import Run, refuse
 from prime_composer.upstream.settings import (
     SWITCH,
     AdapterSettings,
@@ -202,8 +201,7 @@ def check_native(config: str | os.PathLike[str], overrides: Sequence[str]) -> An
         return None
     settings = AdapterSettings.model_validate(of_config(raw, str(config)))
     loss = parse_loss_table(settings.loss or {})
-    settings = settings.derived(loss)
-    refuse(Run(loss, settings, raw))
+    settings = settings.derived(loss, config=raw)
     asked_by = settings.asked_by or "orchestrator"
     return {
         "loss": {"type": loss.type, **loss.model_dump(mode="json")},

@@ -114,8 +114,6 @@ def resolve_settings(config: Any) -> None:
     if trainer is None:
         return
     require_road("adapter")
-    from prime_composer.upstream.refusals import Run, refuse  # and torch with it
-
     in_file = names_ours(at(trainer, "loss.import_path"))
     settings = _given(config, trainer.loss.kwargs if in_file else None)
     if settings.loss is None:
@@ -126,9 +124,8 @@ def resolve_settings(config: Any) -> None:
         )
     table = settings.loss
     loss = parse_loss_table(table)
-    settings = settings.derived(loss)
     replays = at(config, "orchestrator.train.sampling.top_p") is not None
-    refuse(Run(loss, settings, config, names_loss=in_file, replays=replays))
+    settings = settings.derived(loss, config=config, names_loss=in_file, replays=replays)
     if settings.rewards:
         require_road("rl")
     if loss.reads_hidden_states:

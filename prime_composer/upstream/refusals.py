@@ -3,6 +3,7 @@
 A rule is told once, by the first process that can know it. prime-rl's launcher applies all of them
 to its own config before it starts a process, and the export to the table that it writes, which has
 the same keys. A process that was started by hand has no config, and applies the others.
+``AdapterSettings.derived`` is their one caller.
 """
 
 import re
@@ -12,14 +13,6 @@ from typing import Any, NamedTuple
 
 from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig, require
-from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    PROMPTS_KEY,
-    SECTION,
-    SWITCH,
-    TOKENIZERS_KEY,
-    AdapterSettings,
-)
 from prime_composer.upstream.versions.records import LOSS_V0_7
 from prime_composer.upstream.versions.toml_shapes import at
 
@@ -33,9 +26,9 @@ class Run(NamedTuple):
     """What the rules read."""
 
     loss: LossConfig
-    settings: AdapterSettings  # with what follows from the loss
+    settings: Any  # ``AdapterSettings`` with what follows from the loss
     config: Any = None  # prime-rl's: the launcher's object, or tables of a TOML; None: none is here
-    section: str = SECTION  # table that has the loss, for messages
+    section: str = "trainer.loss.kwargs"  # table that has the loss, for messages
     names_loss: bool = True  # whether [trainer.loss] of the config names our loss
     replays: bool = False  # whether this prime-rl's trainer replays what sampling has cut off
 
@@ -81,15 +74,15 @@ def place_of_the_loss(run: Run) -> Iterator[str]:
     beside = run.settings.rewards == "beside"
     if run.names_loss and beside and run.config is not None:
         yield (
-            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, and '
-            "this run names ours there. For one loss of rewards and a teacher use compose, or "
+            'PRIME_COMPOSER: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, '
+            "and this run names ours there. For one loss of rewards and a teacher use compose, or "
             "rl_mix of any loss."
         )
     if not run.names_loss and (run.settings.rewards == "in_loss" or not _compares(run)):
         yield (
-            f"{SWITCH} names {run.loss.type!r}, a loss of rl tokens. Those are set in "
-            f'[trainer.loss]: write type = "custom", import_path = "{IMPORT_PATH}", and the table '
-            f"in [{SECTION}]."
+            f"PRIME_COMPOSER names {run.loss.type!r}, a loss of rl tokens. Those are set in "
+            '[trainer.loss]: write type = "custom", import_path = '
+            f'"prime_composer.upstream.loss_fn", and the table in [{run.section}].'
         )
 
 
@@ -101,7 +94,7 @@ def rewards(run: Run) -> Iterator[str]:
     ):
         reads = "rewards and a teacher" if given == "in_loss" else "a teacher and no rewards"
         yield (
-            f'{SWITCH}: rewards = "{given}" is for a loss that reads {reads}, and '
+            f'PRIME_COMPOSER: rewards = "{given}" is for a loss that reads {reads}, and '
             f"{run.loss.type!r} is none. Leave rewards out."
         )
     for path, table in run.train_tables():
@@ -126,8 +119,8 @@ def asker(run: Run) -> Iterator[str]:
         return
     give_k = 'leave asked_by = "trainer" and k = "full" out, and give the loss a number k.'
     for key, given, of_recipe in (
-        (TOKENIZERS_KEY, settings.teacher_tokenizers, 'tokenizer = "own"'),
-        (PROMPTS_KEY, settings.teacher_prompts, "[teacher.prompt]"),
+        ("teacher_tokenizers", settings.teacher_tokenizers, 'tokenizer = "own"'),
+        ("teacher_prompts", settings.teacher_prompts, "[teacher.prompt]"),
     ):
         if given:
             yield (
@@ -147,7 +140,9 @@ def tokenizers(run: Run) -> Iterator[str]:
     """A teacher with a tokenizer of its own has no score of some tokens and ids."""
     if not run.settings.teacher_tokenizers:
         return
-    own = f'A teacher with a tokenizer of its own ({TOKENIZERS_KEY}, of a recipe tokenizer = "own")'
+    own = (
+        'A teacher with a tokenizer of its own (teacher_tokenizers, of a recipe tokenizer = "own")'
+    )
     if run.settings.rewards == "in_loss":
         yield (
             f"{own} has no score of some tokens, and {run.label} reads rewards and a teacher for "

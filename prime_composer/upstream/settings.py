@@ -185,20 +185,25 @@ class AdapterSettings(Table):
         values = self.model_dump(mode="json", exclude_defaults=True)
         return {SWITCH: json.dumps(values) if values else "1"}
 
-    def derived(self, loss: Any, section: str = SECTION) -> "AdapterSettings":
+    def derived(self, loss: Any, section: str = SECTION, **run: Any) -> "AdapterSettings":
         """Return the settings with K, what the rewards do, and who asks, as the loss has it.
 
-        A loss that asks for a support which no server sends is refused.
+        What does not go together is refused. ``run`` has further fields of ``refusals.Run``:
+        prime-rl's config, where there is one.
         """
+        from prime_composer.upstream.refusals import Run, refuse
+
         in_loss = "in_loss" if loss.reads_rewards_and_teacher else None
         trainer = "trainer" if loss.reads_hidden_states else None
-        return self.model_copy(
+        settings = self.model_copy(
             update={
                 "k": wire_support_size(loss, section),
                 "rewards": self.rewards or in_loss,
                 "asked_by": self.asked_by or trainer,
             }
         )
+        refuse(Run(loss, settings, section=section, **run))
+        return settings
 
     @property
     def needs_orchestrator(self) -> bool:
@@ -312,12 +317,7 @@ def _read(value: str) -> AdapterSettings:
         raise ValueError(f"{SWITCH}: {key}: {_message(first)}. Example: {EXAMPLE}") from None
     if settings.k is not None or settings.loss is None:
         return settings
-    from prime_composer.upstream.refusals import Run, refuse
-
-    loss = parse_loss_table(settings.loss)
-    settings = settings.derived(loss)
-    refuse(Run(loss, settings))
-    return settings
+    return settings.derived(parse_loss_table(settings.loss))
 
 
 def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,6 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch, launcher_hook
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.refusals import Run, refuse
 from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SWITCH,
@@ -129,8 +128,7 @@ def launched(loss, settings, config):
 def written(loss, settings, config):
     """Apply the rules to tables, as the export does for a prime-rl that replays sampling."""
     parsed = parse_loss_table(loss)
-    derived = AdapterSettings(loss=loss, **settings).derived(parsed)
-    refuse(Run(parsed, derived, config, replays=True))
+    AdapterSettings(loss=loss, **settings).derived(parsed, config=config, replays=True)
 
 
 @pytest.mark.parametrize("door", [launched, written])
@@ -238,10 +236,9 @@ def slurm_of(folder, template="uv sync --all-extras", lock="", **fields):
 def test_job_script_has_to_keep_this_package(tmp_path, how, remedy):
     """prime-rl's `uv sync` removes what prime-rl does not lock, and nobody would say so."""
     config = types.SimpleNamespace(slurm=slurm_of(tmp_path, **how))
-    loss = parse_loss_table(TOP)
-    run = Run(loss, AdapterSettings(loss=TOP).derived(loss), config)
+    settings, loss = AdapterSettings(loss=TOP), parse_loss_table(TOP)
     if remedy is None:
-        refuse(run)
+        settings.derived(loss, config=config)
         return
     with pytest.raises(ValueError, match=rf"\[slurm\].*removes.*pre_run_command = .{remedy}"):
-        refuse(run)
+        settings.derived(loss, config=config)

@@ -11,7 +11,6 @@ from typing import Any
 from prime_composer.problems.config import CHAT_KEYS
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.refusals import Run, refuse
 from prime_composer.upstream.settings import TEACHER_KEYS, AdapterSettings
 from prime_composer.upstream.versions.records import Version
 
@@ -32,8 +31,7 @@ def refuse_table(recipe: Recipe, version: Version, kwargs: Any, table: Any) -> N
     """
     try:
         settings = AdapterSettings.model_validate({"loss": kwargs})
-        settings = settings.derived(recipe.loss, "loss")
-        refuse(Run(recipe.loss, settings, table, "loss", replays=version.replays_sampling))
+        settings.derived(recipe.loss, "loss", config=table, replays=version.replays_sampling)
     except ValueError as error:
         remedy = "" if RUN_LOCALLY in str(error) else f", {RUN_LOCALLY}"
         raise RecipeError(str(error).removesuffix("." if remedy else "") + remedy) from None
