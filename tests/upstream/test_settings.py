@@ -188,7 +188,7 @@ BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
         ({"loss": {**TOP_K, "asked_by": "trainer"}}, 4, None, "trainer"),
         ({"loss": FULL}, 0, None, "trainer"),
         ({"loss": {"type": "adaptive_kl", "k": "full"}}, 0, None, "trainer"),
-        ({"loss": BOTH_KINDS}, 4, None, "trainer"),
+        ({"loss": BOTH_KINDS}, 4, "in_loss", "trainer"),
     ],
 )
 def test_from_env_derives_rewards_and_who_asks(monkeypatch, given, k, rewards, asked_by):
