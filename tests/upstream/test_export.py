@@ -102,8 +102,117 @@ def test_recipe_that_prime_rl_has_no_key_for_is_refused(name):
         export_recipe(changed(changes), "head", MODELS)
 
 
-GATEWAY = {"url": "https://teachers.example.com"}
+TEACHER = {"name": "a/teacher", "base_url": "http://host:8001/v1"}
+LOSS, SAMPLING, SHARED = "trainer.loss.kwargs", "orchestrator.train.sampling", "SHARED"
+PRUNES = "orchestrator.train.filter_zero_advantages"
+TASKSET = "orchestrator.train.source.0.env.taskset"
 SERVED = {"backend": "server", "url": "http://other:1"}
+WHOLE = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+DIALECTS = {"head": "v0.7", "v0.9": "v0.7", "main": "main"}
+"""Version -> the first one with its losses."""
+CHANNELS = {
+    "type": "compose",
+    "rl": {"loss": {"type": "ipo", "ipo_threshold": 0.2}},
+    "distillation": {"ab": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
+}
+REWARDED = {
+    "type": "compose",
+    "distillation": {"top": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}}},
+}
+MIX = {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5, "loss": {"type": "ipo"}}}
+KEPT = {"head": False, "v0.9": False, "main": None}
+RENDERER = {"name": "default", "tool_parser": "qwen3"}
+NATIVE = {"orchestrator": {"batch_size": 99}, "head": {"seq_len": 1}}
+EXPORTED = {
+    "a recipe": ({}, {
+        "max_steps": 7, "seq_len": 256, "model.name": "a/student", "orchestrator.batch_size": 8,
+        "trainer.loss.import_path": "prime_composer.upstream.loss_fn",
+        "trainer.loss.type": "custom",
+        LOSS: {"type": "topk_reverse_kl", "k": 16}, "trainer.optim.lr": 1e-3,
+        f"{SHARED}.group_size": 2, f"{SHARED}.algo": {"type": "opd", "teacher": TEACHER},
+        SAMPLING: {"temperature": 1.0, "max_completion_tokens": 64}, PRUNES: None,
+        "orchestrator.max_off_policy_steps": None, "orchestrator.eval": None}),
+    "top-p": ({"loss": {"type": "default"}, "rollout": {"top_p": 0.9}}, {
+        f"{SAMPLING}.extra_body.top_p": {"head": 0.9, "v0.9": 0.9, "main": None},
+        f"{SAMPLING}.top_p": {"head": None, "v0.9": None, "main": 0.9}}),
+    **{f"{steps} ahead": ({"rollout": {**SERVED, "ahead": steps}},
+                          {"orchestrator.max_off_policy_steps": steps}) for steps in (0, 1, 8)},
+    "a student's server": ({"rollout": {**SERVED, "api_key_var": "POLICY_KEY"}}, {
+        "orchestrator.model.client": {"base_url": "http://other:1/v1", "api_key_var": "POLICY_KEY"},
+        "inference": None}),
+    "a teacher's key": ({"teacher": {"api_key_var": "MATH_KEY"}},
+                        {f"{SHARED}.algo.teacher": {**TEACHER, "api_key_var": "MATH_KEY"}}),
+    **{f"the dialect of {loss}": ({"loss": {"type": loss}}, {f"{LOSS}.dialect": DIALECTS})
+       for loss in ("sampled_reverse_kl", "ipo")},
+    "dialects of a sum": ({"loss": CHANNELS}, {f"{LOSS}.rl.loss.dialect": DIALECTS,
+                                               f"{LOSS}.distillation.ab.loss.dialect": DIALECTS}),
+    "the dialect of a mix": ({"loss": MIX}, {f"{LOSS}.rl_mix.loss.dialect": DIALECTS}),
+    "a recipe's own dialect": (
+        {"loss": {**MIX, "rl_mix": {"kd": 0.5, "loss": {"type": "ipo", "dialect": "v0.7"}}}},
+        {f"{LOSS}.rl_mix.loss.dialect": "v0.7"}),
+    "the whole vocabulary": ({"loss": WHOLE, "teacher": {"head_on": "cpu"}},
+                             {LOSS: {**WHOLE, "head_on": "cpu"}}),
+    "a hint": (POLICY, {f"{SHARED}.algo": {"type": "opsd", "demo_key": "answer"}}),
+    "a sibling": ({"teacher": {"policy": {"update": "live", "hint": "sibling"}}}, {
+        f"{SHARED}.algo": {"type": "opsd", "demo_key": "prime_composer:sibling"}}),
+    "a verdict": ({"teacher": {"policy": {"update": "live", "hint": "feedback"}}}, {
+        f"{SHARED}.algo": {"type": "opsd", "demo_key": "prime_composer:feedback",
+                           "template": "{demonstration}"}}),
+    "a hint as the policy is rendered": ({**POLICY, "rollout": {"renderer": RENDERER}}, {
+        "orchestrator.renderer": RENDERER, f"{SHARED}.algo.renderer": RENDERER}),
+    "rewards and a teacher": ({"loss": REWARDED}, {
+        LOSS: REWARDED, PRUNES: KEPT, f"{SHARED}.algo.type": "opd"}),
+    "a mix of both": ({"loss": {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5}}}, {PRUNES: KEPT}),
+    "advantages of v0.6": ({"loss": {"type": "sampled_reverse_kl", "dialect": "v0.6"}}, {
+        PRUNES: KEPT, f"{LOSS}.dialect": "v0.6"}),
+    "rewards and a hint": ({"loss": REWARDED, **POLICY}, {
+        PRUNES: KEPT, f"{SHARED}.algo.type": "opsd"}),
+    "rewards": ({"loss": {"type": "default"}}, {PRUNES: None, f"{SHARED}.algo": None}),
+    "an evaluation": ({"eval": {"every": 2}}, {"orchestrator.eval.interval": 2}),
+    "no reward to evaluate": ({"eval": {"every": 2}, "data": {"metric": "none"}},
+                              {"orchestrator.eval": None}),
+    "a data set": ({"data": {"source": "hub"}}, {
+        f"{TASKSET}.hub_id": "openai/gsm8k", f"{TASKSET}.hub_name": "main"}),
+    "generated problems": ({"data": {"source": "generated"}}, {f"{TASKSET}.hub_id": None}),
+    "native settings": ({"prime_rl": NATIVE}, {
+        "orchestrator.batch_size": 99, "seq_len": {"head": 1, "v0.9": 256, "main": 256},
+        "head": None}),
+    "the usual context": ({"rollout": {"max_model_len": None}}, {"seq_len": 2048}),
+}  # fmt: skip
+"""Name -> changes of a recipe, and values in its export, maybe by version; None: no key."""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_writes_what_the_recipe_says(version, name):
+    """Of the algorithm and of group_size main has the place below train."""
+    changes, expected = EXPORTED[name]
+    table = export_recipe(changed(changes), version, MODELS).table
+    assert ("algo" in table["orchestrator"]) is False or version != "main"
+    for path, value in expected.items():
+        path = path.replace(SHARED, "orchestrator.train" if version == "main" else "orchestrator")
+        if isinstance(value, dict) and value.keys() == DIALECTS.keys():
+            value = value[version]
+        assert value_at(table, path) == value, path
+    if "type" in changes.get("loss", {}):
+        own = changes["loss"].keys() | ({"dialect"} & table["trainer"]["loss"]["kwargs"].keys())
+        parse_loss_table({key: value_at(table, f"{LOSS}.{key}") for key in own})
+
+
+def value_at(table, path):
+    """Return the value at a dotted path of keys and indices, None where there is none."""
+    for key in path.split("."):
+        table = table[int(key)] if key.isdigit() else table.get(key) if table else None
+    return table
+
+
+def test_context_that_is_unset_is_at_most_the_students_window(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    raw = {"student": {"model": str(tmp_path)}, "rollout": {"max_model_len": None}}
+    assert export_recipe(changed(raw), "head").table["seq_len"] == 1024
+
+
+GATEWAY = {"url": "https://teachers.example.com"}
 WANDB_LINE = '[monitors.wandb] project = "..."'
 HEAD_LINES = {
     "inference --vllm.model a/teacher --server.port 8001 --vllm.max-logprobs 64": (
@@ -155,98 +264,6 @@ def test_head_says_what_has_to_be_known(version, line):
         assert all(f"# {one}".rstrip() in export.text() for one in export.head)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_settings_that_all_versions_share(version):
-    table = export_table(version)
-    assert table["max_steps"] == 7 and table["seq_len"] == 256
-    assert table["model"] == {"name": "a/student"}
-    assert table["orchestrator"]["batch_size"] == 8
-    assert shared(table["orchestrator"], version)["group_size"] == 2
-    assert table["orchestrator"]["train"]["sampling"]["max_completion_tokens"] == 64
-    loss = table["trainer"]["loss"]
-    assert loss["type"] == "custom" and loss["import_path"] == "prime_composer.upstream.loss_fn"
-    assert loss["kwargs"] == {"type": "topk_reverse_kl", "k": 16}
-    assert table["trainer"]["optim"]["lr"] == 1e-3
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_teacher_belongs_to_the_algorithm(version):
-    teacher = {"name": "a/teacher", "base_url": "http://host:8001/v1"}
-    orchestrator = export_table(version)["orchestrator"]
-    assert shared(orchestrator, version)["algo"] == {"type": "opd", "teacher": teacher}
-    assert ("algo" in orchestrator) is ("group_size" in orchestrator) is (version != "main")
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_top_p_is_in_the_request_body_or_typed(version):
-    """main replays what top-p kept, so that it is typed, and for losses without a teacher."""
-    raw = {**tables(rollout={"top_p": 0.9}), "loss": {"type": "default"}}
-    sampling = export_recipe(parse_recipe(raw), version).table["orchestrator"]["train"]["sampling"]
-    cut = {"top_p": 0.9} if version == "main" else {"extra_body": {"top_p": 0.9}}
-    assert sampling == {"temperature": 1.0, "max_completion_tokens": 64, **cut}
-    plain = export_table(version)["orchestrator"]["train"]["sampling"]
-    assert plain == {"temperature": 1.0, "max_completion_tokens": 64}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_bounds_how_far_rollouts_may_be_behind(version):
-    """Without the key prime-rl's own bound stays, which is 8."""
-    served = {"backend": "server", "url": "http://host:8000"}
-    for steps in (0, 1, 8):
-        table = export_table(version, rollout={**served, "ahead": steps})["orchestrator"]
-        assert table["max_off_policy_steps"] == steps
-    assert "max_off_policy_steps" not in export_table(version, rollout=served)["orchestrator"]
-
-
-DIALECTS = {"head": "v0.7", "v0.9": "v0.7", "main": "main"}
-"""Version -> the first one with its losses."""
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("loss", ["sampled_reverse_kl", "ipo"])
-def test_export_tells_a_loss_with_dialects_which_one(version, loss):
-    raw = {**tables(), "loss": {"type": loss}}
-    table = export_recipe(parse_recipe(raw), version).table
-    assert table["trainer"]["loss"]["kwargs"]["dialect"] == DIALECTS[version]
-
-
-SUMS = {
-    "default_of_mix": ({"rl_mix": {"kd": 0.5, "loss": {"type": "ipo"}}}, ["rl_mix"]),
-    "channels": (
-        {
-            "type": "compose",
-            "rl": {"loss": {"type": "ipo", "ipo_threshold": 0.2}},
-            "distillation": {"a.b": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
-        },
-        ["rl", "distillation/a.b"],
-    ),
-}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize(("sum_", "places"), SUMS.values(), ids=SUMS)
-def test_export_tells_each_term_of_a_sum_its_dialect(version, sum_, places):
-    """prime-rl's trainer parses the table alone, so that an inner loss has no other word on it."""
-    loss = {"type": "topk_reverse_kl", **sum_}
-    raw = {**tables(), "loss": loss, "rollout": {**tables()["rollout"], "group_size": 2}}
-    kwargs = export_recipe(parse_recipe(raw), version).table["trainer"]["loss"]["kwargs"]
-    for place in places:
-        inner = kwargs
-        for key in [*place.split("/"), "loss"]:
-            inner = inner[key]
-        assert inner["dialect"] == DIALECTS[version]
-    parse_loss_table({name: kwargs[name] for name in loss})
-
-
-def test_export_keeps_the_dialect_of_an_inner_loss():
-    """A recipe's own word wins."""
-    raw = {**tables(), "rollout": {**tables()["rollout"], "group_size": 2}}
-    inner = {"type": "ipo", "dialect": "v0.7"}
-    raw["loss"] = {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5, "loss": inner}}
-    kwargs = export_recipe(parse_recipe(raw), "main").table["trainer"]["loss"]["kwargs"]
-    assert kwargs["rl_mix"]["loss"]["dialect"] == "v0.7"
-
-
 @pytest.mark.parametrize("name", [*VERSIONS, "v0_9"])
 def test_every_spelling_of_a_version_is_read_everywhere(name):
     """By --dialect, by the loss, and as a table of native settings."""
@@ -280,66 +297,6 @@ def test_export_for_an_unknown_version_says_what_to_do(name):
         parse_loss_table({"type": "sampled_reverse_kl", "dialect": name})
 
 
-def test_export_native_settings_win():
-    """A table named after a version counts for that version alone."""
-    extra = {"orchestrator": {"batch_size": 99}, "head": {"seq_len": 1}, "monitors": {"file": {}}}
-    assert export_table("head", prime_rl=extra)["orchestrator"]["batch_size"] == 99
-    assert export_table("head", prime_rl=extra)["seq_len"] == 1
-    assert export_table("main", prime_rl=extra)["seq_len"] == 256
-    assert "head" not in export_table("main", prime_rl=extra)
-
-
-REWARDED = {
-    "type": "compose",
-    "distillation": {"top": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}}},
-}
-
-
-@pytest.mark.parametrize(
-    "changes,keeps",
-    [
-        ({"loss": REWARDED}, True),
-        ({"loss": {"type": "topk_reverse_kl", "k": 8, "rl_mix": {"kd": 0.5}}}, True),
-        ({"loss": {"type": "sampled_reverse_kl", "dialect": "v0.6"}}, True),
-        ({"loss": REWARDED, **POLICY}, True),
-        ({"loss": {"type": "topk_reverse_kl"}}, False),
-        ({"loss": {"type": "default"}}, False),
-    ],
-)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_keeps_zero_advantages_beside_a_teacher(version, changes, keeps):
-    """The loss is one of rl tokens; a rollout of zero advantage is worth its distillation."""
-    table = export_recipe(changed(changes), version).table
-    kwargs, orchestrator = table["trainer"]["loss"]["kwargs"], table["orchestrator"]
-    assert {key: kwargs[key] for key in changes["loss"]} == changes["loss"]
-    pruned = orchestrator["train"].get("filter_zero_advantages")
-    assert pruned is (False if keeps and version != "main" else None)
-    algorithm = shared(orchestrator, version).get("algo", {}).get("type")
-    assert algorithm == ("opsd" if "teacher" in changes else "opd" if keeps else algorithm)
-
-
-WHOLE = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_of_the_whole_vocabulary_names_the_server(version):
-    """Its scores need the plugin, which prime-rl's own server command does not start."""
-    export = export_recipe(recipe(loss=WHOLE, teacher={"head_on": "cpu"}), version)
-    kwargs = export.table["trainer"]["loss"]["kwargs"]
-    assert kwargs == {**WHOLE, "head_on": "cpu"}
-    head = "\n".join(export.head)
-    assert "prime-composer teacher --model a/teacher --port 8001" in head
-    assert "    inference " not in head and "max-logprobs" not in head
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_names_the_data_set(version):
-    """Also the default one, which the environment would know by itself."""
-    text = export_recipe(recipe(data={"source": "hub"}), version).text()
-    assert 'hub_id = "openai/gsm8k"' in text and 'hub_name = "main"' in text
-    assert "hub_id" not in export_recipe(recipe(data={"source": "generated"}), version).text()
-
-
 def test_export_writes_who_asks_the_teachers():
     teachers = {name: {**table, "asked_by": "trainer"} for name, table in TWO.items()}
     table = export_two("head", teachers=teachers)
@@ -347,33 +304,6 @@ def test_export_writes_who_asks_the_teachers():
     teachers["a"]["asked_by"] = "orchestrator"
     with pytest.raises(RecipeError, match="asked_by is 'orchestrator' and 'trainer'"):
         export_two("head", teachers=teachers)
-
-
-@pytest.mark.parametrize(
-    "hint,algorithm",
-    [
-        ("reference", {"demo_key": "answer"}),
-        ("sibling", {"demo_key": "prime_composer:sibling"}),
-        ("feedback", {"demo_key": "prime_composer:feedback", "template": "{demonstration}"}),
-    ],
-)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_self_distillation_is_opsd(version, hint, algorithm):
-    """The adapter writes what the last two keys name."""
-    table = export_recipe(
-        changed({"teacher": {"policy": {"update": "live", "hint": hint}}}), version
-    ).table
-    assert shared(table["orchestrator"], version)["algo"] == {"type": "opsd", **algorithm}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_self_distillation_renders_the_hint_as_the_policy(version):
-    """prime-rl has a renderer for each."""
-    raw = {**tables(), "teacher": {"policy": {"update": "live"}}}
-    raw["rollout"]["renderer"] = {"name": "default", "tool_parser": "qwen3"}
-    orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
-    assert orchestrator["renderer"] == raw["rollout"]["renderer"]
-    assert shared(orchestrator, version)["algo"]["renderer"] == raw["rollout"]["renderer"]
 
 
 def test_export_prepared_model_has_to_be_built_first():
@@ -846,24 +776,3 @@ def test_loss_from_outside_is_exported_and_read_again(monkeypatch, version, loss
     assert read == given.loss
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": table}))
     assert AdapterSettings.from_env().support_size() == (0 if loss is HUBER else 8)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_evaluates_what_has_a_reward(version):
-    """One machine evaluates by default, an export where the recipe says so."""
-    for changes, every in (
-        ({}, None),
-        ({"eval": {"every": 2}}, 2),
-        ({"eval": {"every": 2}, "data": {"metric": "none"}}, None),
-    ):
-        orchestrator = export_recipe(changed(changes), version).table["orchestrator"]
-        assert orchestrator.get("eval", {}).get("interval") == every
-
-
-def test_context_that_is_unset_is_the_usual_one_or_the_window(tmp_path):
-    raw = tables()
-    del raw["rollout"]["max_model_len"]
-    assert export_recipe(parse_recipe(raw), "head").table["seq_len"] == 2048
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
-    raw["student"] = {"model": str(tmp_path)}
-    assert export_recipe(parse_recipe(raw), "head").table["seq_len"] == 1024
