@@ -22,7 +22,7 @@ UNCUT = {"top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0)}
 """Settings that cut the sampled distribution, and the values with which they do not."""
 
 
-class Run(NamedTuple):
+class LaunchedRun(NamedTuple):
     """What the rules read."""
 
     loss: LossConfig
@@ -54,14 +54,14 @@ class Run(NamedTuple):
             yield f"{path}.source[{index}]", source
 
 
-def refuse(run: Run) -> None:
+def refuse(run: LaunchedRun) -> None:
     """Raise ``ValueError`` with the first sentence of any rule."""
     for rule in RULES:
         for sentence in rule(run):
             raise ValueError(sentence)
 
 
-def inputs(run: Run) -> Iterator[str]:
+def inputs(run: LaunchedRun) -> Iterator[str]:
     """A loss may read what no version of prime-rl has."""
     try:
         require(run.loss, LOSS_V0_7.provides(run.loss, adapter=True), "prime_rl", run.section)
@@ -69,7 +69,7 @@ def inputs(run: Run) -> Iterator[str]:
         yield str(error)
 
 
-def place_of_the_loss(run: Run) -> Iterator[str]:
+def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:
     """rl tokens have a loss of their own, and one of both kinds is called on rl tokens."""
     beside = run.settings.rewards == "beside"
     if run.names_loss and beside and run.config is not None:
@@ -86,7 +86,7 @@ def place_of_the_loss(run: Run) -> Iterator[str]:
         )
 
 
-def rewards(run: Run) -> Iterator[str]:
+def rewards(run: LaunchedRun) -> Iterator[str]:
     """What rewards do follows from the loss, but for a second loss beside it."""
     reads_both, given = run.loss.reads_rewards_and_teacher, run.settings.rewards
     if (given == "in_loss" and not reads_both) or (
@@ -107,7 +107,7 @@ def rewards(run: Run) -> Iterator[str]:
             )
 
 
-def asker(run: Run) -> Iterator[str]:
+def asker(run: LaunchedRun) -> Iterator[str]:
     """The process that asks has to have what the question needs."""
     settings = run.settings
     if run.loss.reads_hidden_states and settings.asked_by == "orchestrator":
@@ -136,7 +136,7 @@ def asker(run: Run) -> Iterator[str]:
             )
 
 
-def tokenizers(run: Run) -> Iterator[str]:
+def tokenizers(run: LaunchedRun) -> Iterator[str]:
     """A teacher with a tokenizer of its own has no score of some tokens and ids."""
     if not run.settings.teacher_tokenizers:
         return
@@ -155,7 +155,7 @@ def tokenizers(run: Run) -> Iterator[str]:
         )
 
 
-def offloading(run: Run) -> Iterator[str]:
+def offloading(run: LaunchedRun) -> Iterator[str]:
     """The output head's weight stays on the trainer's device.
 
     A loss of whole vocabularies multiplies with it between prime-rl's forward and backward. Two
@@ -172,7 +172,7 @@ def offloading(run: Run) -> Iterator[str]:
         )
 
 
-def router_replay(run: Run) -> Iterator[str]:
+def router_replay(run: LaunchedRun) -> Iterator[str]:
     """The support is sent in the field of router replay, where the orchestrator asks."""
     active = run.active(
         "trainer.enable_router_replay", f"inference.{EXPERTS}", f"inference.vllm.{EXPERTS}"
@@ -185,7 +185,7 @@ def router_replay(run: Run) -> Iterator[str]:
         )
 
 
-def sampling_replay(run: Run) -> Iterator[str]:
+def sampling_replay(run: LaunchedRun) -> Iterator[str]:
     """prime-rl's trainer normalizes its log-probs as the teacher's are: over the whole vocabulary.
 
     From September 2026 on they are over the ids that top-p or top-k has kept, which a sampler
@@ -204,7 +204,7 @@ def sampling_replay(run: Run) -> Iterator[str]:
         )
 
 
-def job_script(run: Run) -> Iterator[str]:
+def job_script(run: LaunchedRun) -> Iterator[str]:
     """`uv sync` in a job keeps what prime-rl locks alone, and removes this package."""
     slurm = run.at("slurm")
     if (path := at(slurm, "template_path")) is None:  # none, or a TOML without prime-rl's defaults
@@ -225,11 +225,11 @@ def job_script(run: Run) -> Iterator[str]:
         )
 
 
-def _compares(run: Run) -> bool:
+def _compares(run: LaunchedRun) -> bool:
     return run.loss.compares_with_teacher
 
 
-Rule = Callable[[Run], Iterator[str]]
+Rule = Callable[[LaunchedRun], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
     *(inputs, rewards, place_of_the_loss, asker, tokenizers),

@@ -188,10 +188,10 @@ class AdapterSettings(Table):
     def derived(self, loss: Any, section: str = SECTION, **run: Any) -> "AdapterSettings":
         """Return the settings with K, what the rewards do, and who asks, as the loss has it.
 
-        What does not go together is refused. ``run`` has further fields of ``refusals.Run``:
+        What does not go together is refused. ``run`` has further fields of ``refusals.LaunchedRun``:
         prime-rl's config, where there is one.
         """
-        from prime_composer.upstream.refusals import Run, refuse
+        from prime_composer.upstream.refusals import LaunchedRun, refuse
 
         in_loss = "in_loss" if loss.reads_rewards_and_teacher else None
         trainer = "trainer" if loss.reads_hidden_states else None
@@ -202,7 +202,7 @@ class AdapterSettings(Table):
                 "asked_by": self.asked_by or trainer,
             }
         )
-        refuse(Run(loss, settings, section=section, **run))
+        refuse(LaunchedRun(loss, settings, section=section, **run))
         return settings
 
     @property
