@@ -188,8 +188,8 @@ class AdapterSettings(Table):
     def derived(self, loss: Any, section: str = SECTION, **run: Any) -> "AdapterSettings":
         """Return the settings with K, what the rewards do, and who asks, as the loss has it.
 
-        What does not go together is refused. ``run`` has further fields of ``refusals.LaunchedRun``:
-        prime-rl's config, where there is one.
+        What does not go together is refused. ``run`` has further fields of
+        ``refusals.LaunchedRun``: prime-rl's config, where there is one.
         """
         from prime_composer.upstream.refusals import LaunchedRun, refuse
 
