@@ -42,7 +42,7 @@ ENGINE = (
     "prime_composer.cli.report",
     "prime_composer.cli.progress",
     "prime_composer.local.train",
-    "prime_composer.local.run_dir.plan",
+    "prime_composer.local.dry_run",
     "prime_composer.backends.transformers",
     "prime_composer.teachers.server",
     "transformers.models.qwen3.modeling_qwen3",

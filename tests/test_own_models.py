@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prime_composer.cli.commands import build_parser, main
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.generated_tasks import generate_lookups
 from prime_composer.recipe.loading import parse_recipe

@@ -54,10 +54,10 @@ def explain_mistake(error: Exception) -> str | None:
     """Return the message of an error that a user can cause; None for one that we did."""
     from prime_composer.backends.errors import os_error
     from prime_composer.extras import pip_install
-    from prime_composer.local.run_dir.disk import describe
+    from prime_composer.local.disk import describe_error
 
     if (refused := os_error(error)) is not None:
-        return describe(refused)
+        return describe_error(refused)
     if isinstance(error, ImportError) and "pip install" not in str(error):
         return f"{error}. This command needs: {pip_install('local')}"
     return str(error) if isinstance(error, ValueError | ImportError) else None
@@ -104,14 +104,14 @@ def _rl(args: argparse.Namespace) -> int:
             return rl_islands(args, repeated(args))
     with ending_at_once():
         from prime_composer.cli.runs import plan_local, run_local
-        from prime_composer.local.run_dir.claim import Wish
+        from prime_composer.local.run_dir import RunRequest
         from prime_composer.recipe.loading import load_recipe
 
     with stopping_at_once():
         recipe = load_recipe(args.config, args.overrides)
         how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
-        wish = Wish(recipe, Path(args.config), args.output_dir or recipe.output_dir, **how)
-        return plan_local(wish) if args.dry_run else run_local(wish, repeated(args))
+        request = RunRequest(recipe, Path(args.config), args.output_dir or recipe.output_dir, **how)
+        return plan_local(request) if args.dry_run else run_local(request, repeated(args))
 
 
 def asks_for_islands(island: int | None, lighthouse: str | None, islands: int | None) -> bool:
@@ -253,7 +253,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def warn_of_paths(recipe: "Recipe") -> None:
     """Say on stderr which models are not on this machine; the recipe may be for another one."""
-    from prime_composer.local.run_dir.model_check import warnings_of_paths
+    from prime_composer.local.requirements import warnings_of_paths
 
     for warning in warnings_of_paths(recipe):
         print(warning, file=sys.stderr)

@@ -10,11 +10,10 @@ from prime_composer.cli.machine import set_environment
 from prime_composer.problems.loading import Rows
 from prime_composer.recipe.diloco import check_island
 from prime_composer.recipe.loading import parse_recipe, read_tables
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 
 if TYPE_CHECKING:
-    from prime_composer.local.run_dir.outcome import Outcome
+    from prime_composer.local.outcome import Outcome
 
 AnyRecipe = Recipe | Mapping[str, Any] | str | PathLike[str]
 
@@ -47,9 +46,8 @@ def distill(
     """
     set_environment()
     from prime_composer.cli.progress import Screen
-    from prime_composer.local.run_dir.claim import Wish, claim_run_dir
-    from prime_composer.local.run_dir.model_check import check_models
-    from prime_composer.local.run_dir.plan import require_libraries
+    from prime_composer.local.requirements import check_requirements
+    from prime_composer.local.run_dir import RunRequest, claim_run_dir
     from prime_composer.local.sources import load_sources
     from prime_composer.local.train import train
     from prime_composer.tiny_models.cache import prepare_models
@@ -57,12 +55,11 @@ def distill(
     named = Path(recipe) if isinstance(recipe, str | PathLike) else Path("distill")
     read = read_recipe_of(recipe, rows is not None)
     check_island(read.diloco, False)
-    check_models(read)
-    require_libraries(read, Routing.of_recipe(read))
+    check_requirements(read)
     problems = load_sources(read, rows)
     folder = read.output_dir if output_dir is None else str(output_dir)
-    wish = Wish(read, named, folder, resume=resume, overwrite=overwrite)
-    with claim_run_dir(wish) as claim:
+    request = RunRequest(read, named, folder, resume=resume, overwrite=overwrite)
+    with claim_run_dir(request) as claim:
         checkpoint = claim.run_dir.checkpoint
         done = checkpoint.step if checkpoint else 0
         with Screen(total=read.trainer.steps, done=done) as screen:

@@ -19,15 +19,13 @@ from prime_composer.cli.machine import usable_cores
 from prime_composer.cli.program import program
 from prime_composer.cli.runs import plan_local, run_local
 from prime_composer.cli.study import Process, signum_of, stop
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.islands.island import Island
 from prime_composer.local.islands.join import open_lighthouse
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.claim import Wish, choose_run_dir
-from prime_composer.local.run_dir.model_check import check_models
-from prime_composer.local.run_dir.plan import require_libraries
+from prime_composer.local.requirements import check_requirements
+from prime_composer.local.run_dir import RunRequest, choose_run_dir
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.loading import load_recipe
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 
 
@@ -70,13 +68,13 @@ def rl_islands(args: argparse.Namespace, command: str) -> int:
             f"the recipe has diloco.replicas = {replicas}: give --islands {replicas}, or --island "
             f"with one of 0 to {replicas - 1}, or another number by --set diloco.replicas=N"
         )
-    wish = Wish(recipe, Path(args.config), folder, **how, island=index)
+    request = RunRequest(recipe, Path(args.config), folder, **how, island=index)
     if args.dry_run:
         print(f"{replicas} islands, each a run like this one in a folder of its own:")
-        return plan_local(wish)
+        return plan_local(request)
     if args.islands is None:
         words = shlex.join(["--island", str(index), "--lighthouse", args.lighthouse])
-        return run_island(wish, args.lighthouse, f"{command} {words}")
+        return run_island(request, args.lighthouse, f"{command} {words}")
     command += f" --output-dir {shlex.quote(folder)}"
     options = shlex.split(command.removeprefix(program()))
     options += [f"--{name}" for name in ("resume", "overwrite") if how[name]]
@@ -91,20 +89,21 @@ def rl_islands(args: argparse.Namespace, command: str) -> int:
             print(f"continue all of them with\n    {command} --islands {replicas} --resume")
 
 
-def run_island(wish: Wish, lighthouse: str, command: str) -> int:
+def run_island(request: RunRequest, lighthouse: str, command: str) -> int:
     """Meet the other islands, and run this one as ``run_local`` runs a recipe."""
-    check_models(wish.recipe)
-    require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    run_dir = choose_run_dir(wish)
+    check_requirements(request.recipe)
+    run_dir = choose_run_dir(request)
     starts = [0]
     if run_dir.checkpoint is not None:
         saved = [checkpoint.step for checkpoint in list_checkpoints(run_dir.path)]
-        starts = saved if wish.step is None else [wish.step]
-    with Island(wish.recipe, wish.island or 0, lighthouse, partial(print, flush=True)) as island:
+        starts = saved if request.step is None else [request.step]
+    with Island(
+        request.recipe, request.island or 0, lighthouse, partial(print, flush=True)
+    ) as island:
         step = island.join(starts)
         if step is not None and run_dir.checkpoint is not None:
-            wish = replace(wish, step=step)
-        return run_local(wish, command, island=island)
+            request = replace(request, step=step)
+        return run_local(request, command, island=island)
 
 
 def run_here(words: Sequence[str], replicas: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.disk import describe_error
 
 IN_ASCII = {"–": "-", "→": "->", "…": "...", "×": "x", "≥": ">="}
 """What is printed for our own signs where the output cannot show them."""
@@ -68,7 +68,7 @@ def forgiving_output() -> Iterator[None]:
 
     def in_one_line(thread: Any) -> None:
         if isinstance(thread.exc_value, OSError) and not sys.flags.dev_mode:
-            print(f"warning: a background thread ended: {describe(thread.exc_value)}")
+            print(f"warning: a background thread ended: {describe_error(thread.exc_value)}")
         else:
             traceback.print_exception(thread.exc_value)
 

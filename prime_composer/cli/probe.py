@@ -16,11 +16,11 @@ from prime_composer.cli.program import program
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.quantities import MISSING
 from prime_composer.cli.report import console
-from prime_composer.local.preflight import Finding, one_line
+from prime_composer.local.dry_run import dry_run
+from prime_composer.local.preflight import CheckResult, one_line
 from prime_composer.local.probe.report import ModelReport, ProbeReport
 from prime_composer.local.probe.run import OPENING, probe
-from prime_composer.local.run_dir.model_check import check_models
-from prime_composer.local.run_dir.plan import plan
+from prime_composer.local.requirements import check_models
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -71,7 +71,7 @@ def _measured(recipe: Recipe) -> ProbeReport:
         refused = _refused(OPENING, lambda: check_models(recipe))
         if refused is not None:
             return ProbeReport([refused])
-        refused = _refused("what rl --dry-run checks", lambda: plan(recipe, problems))
+        refused = _refused("what rl --dry-run checks", lambda: dry_run(recipe, problems))
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         report = probe(recipe, problems, paths, screen.status)
         # A check of the open models has said it already, with the same words or better ones.
@@ -80,12 +80,12 @@ def _measured(recipe: Recipe) -> ProbeReport:
         return report
 
 
-def _refused(name: str, check: Callable[[], object]) -> Finding | None:
+def _refused(name: str, check: Callable[[], object]) -> CheckResult | None:
     """Return what a check refuses; None where it passes."""
     try:
         check()
     except (ValueError, ImportError) as error:
-        return Finding(name, "failed", one_line(error))
+        return CheckResult(name, "failed", one_line(error))
     return None
 
 
@@ -100,7 +100,7 @@ def serialized(report: ProbeReport) -> dict[str, Any]:
     return {"passed": report.passed, "checks": checks, "warnings": report.warnings, **fields}
 
 
-def checks_of(report: ProbeReport) -> list[Finding]:
+def checks_of(report: ProbeReport) -> list[CheckResult]:
     """Return the findings that are the result of a check."""
     return [one for one in report.findings if one.state in PASSED]
 
@@ -139,7 +139,7 @@ def print_probe(report: ProbeReport) -> None:
             screen.print(Text(f"  - {line}"), soft_wrap=True)
 
 
-def _result(finding: Finding) -> str:
+def _result(finding: CheckResult) -> str:
     """Return a check's result in words; why it failed is on standard error."""
     word = WORDS[PASSED[finding.state]]
     return f"{word}: {finding.text}" if finding.text and finding.state == "skipped" else word

@@ -70,17 +70,17 @@ class Screen:
     def start(self, metrics: dict[str, float]) -> None:
         """Show what was measured before the first step."""
         self._finish_task()
-        self._print_step(0, "  ".join(evaluation(metrics)))
+        self._print_step(0, "  ".join(evaluation_numbers(metrics)))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show a finished step. The line of one that was evaluated stays on the terminal."""
         if self._task is None:
             self._task = self._start_task("step", self.total, self._done)
-        numbers = "  ".join(training(metrics))
+        numbers = "  ".join(training_numbers(metrics))
         self._progress.update(self._task, completed=step, numbers=numbers)
         evaluated = is_evaluated(metrics)
         if evaluated or (step % LINE_EVERY == 0 and not self.console.is_terminal):
-            self._print_step(step, describe(metrics))
+            self._print_step(step, step_line(metrics))
 
     def _print_step(self, step: int, numbers: str) -> None:
         # A line of a log stays one line; a terminal would break it within a number.
@@ -101,19 +101,19 @@ class Screen:
             self._task = None
 
 
-def describe(metrics: dict[str, float]) -> str:
+def step_line(metrics: dict[str, float]) -> str:
     """Format the numbers of a step as one line."""
-    loss, *speed = training(metrics)
-    return "  ".join([loss, *evaluation(metrics), *speed])
+    loss, *speed = training_numbers(metrics)
+    return "  ".join([loss, *evaluation_numbers(metrics), *speed])
 
 
-def training(metrics: dict[str, float]) -> list[str]:
+def training_numbers(metrics: dict[str, float]) -> list[str]:
     """Format what every step has: its loss and its speed."""
     loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no rollout had a teacher"
     return [loss, f"{metrics['tokens_per_second']:,.0f} tok/s"]
 
 
-def evaluation(metrics: dict[str, float]) -> list[str]:
+def evaluation_numbers(metrics: dict[str, float]) -> list[str]:
     """Format what was measured after a step, if anything: of the student, and of the teacher."""
     parts = []
     if "eval/reverse_kl" in metrics:

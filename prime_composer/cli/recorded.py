@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.cli.quantities import MISSING, kl_title, scores_in
-from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
+from prime_composer.local.recipe_file import RECIPE_FILE
 from prime_composer.local.tracker import is_evaluated, read_metrics
 
 

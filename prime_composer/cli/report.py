@@ -23,9 +23,9 @@ from prime_composer.cli.quantities import (
     score_text,
 )
 from prime_composer.cli.recorded import RecordedRun, environment_titles
-from prime_composer.local.answers import Answer, read_answers, read_signatures
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.disk import readable
+from prime_composer.local.answers import KeptAnswer, read_answers, read_signatures
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.disk import format_bytes
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
@@ -96,10 +96,10 @@ def print_size(run_dir: Path) -> None:
     bits = quantize.information(rounded, weights)
     newest = [checkpoint.path for checkpoint in list_checkpoints(run_dir)[-1:]]
     sizes = [file.stat().st_size for path in newest for file in path.glob("*.safetensors")]
-    on_disk = f"; {readable(sum(sizes))} on the disk, in float32" if sizes else ""
+    on_disk = f"; {format_bytes(sum(sizes))} on the disk, in float32" if sizes else ""
     console().print(
         f"student of {run_dir.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
-        f"in groups of {quantize.group}; {readable(round(bits / 8))} of information, "
+        f"in groups of {quantize.group}; {format_bytes(round(bits / 8))} of information, "
         f"{bits / weights:.2f} bits per weight{on_disk}",
         soft_wrap=True,
     )
@@ -133,11 +133,11 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
     console().print(table)
 
 
-def _most_changed(before: Sequence[Answer], after: Sequence[Answer]) -> list[Answer]:
+def _most_changed(before: Sequence[KeptAnswer], after: Sequence[KeptAnswer]) -> list[KeptAnswer]:
     """Return the later answers, those that became right first, then those of another text."""
     earlier = {answer.asked: answer for answer in before}
 
-    def rank(answer: Answer) -> tuple[bool, bool]:
+    def rank(answer: KeptAnswer) -> tuple[bool, bool]:
         was = earlier.get(answer.asked)
         if was is None:
             return True, True
@@ -147,7 +147,7 @@ def _most_changed(before: Sequence[Answer], after: Sequence[Answer]) -> list[Ans
     return sorted(after, key=rank)
 
 
-def _verdict(answer: Answer) -> Text:
+def _verdict(answer: KeptAnswer) -> Text:
     if answer.correct is None and answer.score is None:
         return shown(answer.text)
     if answer.score is None or answer.metric not in TITLES:

@@ -9,47 +9,43 @@ from typing import TYPE_CHECKING
 
 from prime_composer.backends.lora.adapter import CONFIG
 from prime_composer.cli.program import program
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.claim import (
+from prime_composer.local.checkpoint import list_checkpoints, resume_options
+from prime_composer.local.disk import describe_error
+from prime_composer.local.requirements import check_requirements
+from prime_composer.local.run_dir import (
     REPORT_FILE,
     RunDir,
-    Wish,
+    RunRequest,
     choose_run_dir,
     claim_run_dir,
 )
-from prime_composer.local.run_dir.disk import describe
-from prime_composer.local.run_dir.model_check import check_models
 from prime_composer.local.sources import load_sources
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.diloco import check_island
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
 if TYPE_CHECKING:
     from prime_composer.local.islands.island import Island
-    from prime_composer.local.run_dir.outcome import Outcome
+    from prime_composer.local.outcome import Outcome
 
 
-def run_local(wish: Wish, command: str, island: "Island | None" = None) -> int:
+def run_local(request: RunRequest, command: str, island: "Island | None" = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status."""
-    from prime_composer.local.run_dir.plan import require_libraries
-
-    check_island(wish.recipe.diloco, island is not None)
-    check_models(wish.recipe)
-    require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    problems = load_sources(wish.recipe)
-    with claim_run_dir(wish) as claim:
+    check_island(request.recipe.diloco, island is not None)
+    check_requirements(request.recipe)
+    problems = load_sources(request.recipe)
+    with claim_run_dir(request) as claim:
         print(claim.run_dir.describe(), flush=True)
         try:
-            return _run(wish, problems, claim.run_dir, claim.begin, command, island)
+            return _run(request, problems, claim.run_dir, claim.begin, command, island)
         except KeyboardInterrupt:
-            print(f"\n{how_to_go_on(wish, claim.path, command)}", file=sys.stderr)
+            print(f"\n{how_to_go_on(request, claim.path, command)}", file=sys.stderr)
             raise
 
 
 def _run(
-    wish: Wish,
+    request: RunRequest,
     problems: ProblemSet,
     run_dir: RunDir,
     begin: Callable[[], None],
@@ -57,11 +53,11 @@ def _run(
     island: "Island | None",
 ) -> int:
     from prime_composer.cli.progress import Screen
-    from prime_composer.local.run_dir.outcome import RunStopped
+    from prime_composer.local.outcome import RunStopped
     from prime_composer.local.train import train
     from prime_composer.step.gradients import NonFiniteLoss
 
-    recipe, path, checkpoint = wish.recipe, run_dir.path, run_dir.checkpoint
+    recipe, path, checkpoint = request.recipe, run_dir.path, run_dir.checkpoint
     done = checkpoint.step if checkpoint else 0
     with Screen(total=recipe.trainer.steps, done=done) as screen:
         try:
@@ -78,11 +74,11 @@ def _run(
         except RunStopped as error:
             if error.checkpoint is None:
                 raise
-            line = line_to_resume(_named(wish, path), path, command, error.step)
+            line = line_to_resume(request, path, command, error.step)
             raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
     drawn = (island is None or island.evaluates) and _show(outcome, recipe)
     if outcome.interrupted:
-        print(f"stopped after step {outcome.steps}; {how_to_go_on(wish, path, command)}")
+        print(f"stopped after step {outcome.steps}; {how_to_go_on(request, path, command)}")
         return 128 + (outcome.signum or signal.SIGINT)
     names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     contents = ", ".join(name for name in names if (path / name).exists())
@@ -111,44 +107,37 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
             return True
     except Exception as error:
         # The training is finished and saved; whatever a library for drawing raises comes second.
-        reason = describe(error) if isinstance(error, OSError) else error
         print(
-            f"warning: the results could not be drawn ({reason}); the run is complete. Draw them "
-            f"again: {program()} report {shlex.quote(str(outcome.run_dir))}",
+            f"warning: the results could not be drawn ({describe_error(error)}); the run is "
+            f"complete. Draw them again: {program()} report {shlex.quote(str(outcome.run_dir))}",
             file=sys.stderr,
         )
     return False
 
 
-def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
+def how_to_go_on(request: RunRequest, run_dir: Path, command: str) -> str:
     """Say what of a stopped run is saved, and how it continues."""
     if checkpoints := list_checkpoints(run_dir):
         step = checkpoints[-1].step
-        line = line_to_resume(_named(wish, run_dir), run_dir, command, step)
+        line = line_to_resume(request, run_dir, command, step)
         return f"step {step} is saved; continue with\n    {line}"
     return "nothing is saved yet; the same command starts over"
 
 
-def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
+def line_to_resume(request: RunRequest, run_dir: Path, command: str, step: int) -> str:
     """Return the command line that continues a run from one of its checkpoints, to be pasted."""
-    newest = list_checkpoints(run_dir)[-1].step
-    words = ["--output-dir", str(named), "--resume"]
-    words += [] if step == newest else ["--step", str(step)]
-    return f"{command} {shlex.join(words)}"
+    named = run_dir.parent if request.folder else run_dir  # of all islands, where it has them
+    where = f"--output-dir {shlex.quote(str(named))}"
+    return f"{command} {where} {resume_options(run_dir, step)}"
 
 
-def _named(wish: Wish, run_dir: Path) -> Path:
-    """Return the directory that a user names: that of all islands, where it has them."""
-    return run_dir.parent if wish.folder else run_dir
-
-
-def plan_local(wish: Wish) -> int:
+def plan_local(request: RunRequest) -> int:
     """Check all that ``run_local`` checks before it loads a model, and print what it would do."""
-    from prime_composer.local.run_dir.plan import plan
+    from prime_composer.local.dry_run import dry_run
 
-    problems = load_sources(wish.recipe)
-    run_dir = choose_run_dir(wish)
-    for line in (run_dir.describe(), *plan(wish.recipe, problems)):
+    problems = load_sources(request.recipe)
+    run_dir = choose_run_dir(request)
+    for line in (run_dir.describe(), *dry_run(request.recipe, problems)):
         print(line)
     print("dry run: nothing was run, nothing was written")
     return 0

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from prime_composer.cli.program import program
 from prime_composer.cli.study_file import StudyConfig, StudyRun, is_finished, load_study
 from prime_composer.cli.study_report import summary, write_report
-from prime_composer.local.run_dir.claim import Wish, choose_run_dir, claim_run_dir
+from prime_composer.local.run_dir import RunRequest, choose_run_dir, claim_run_dir
 from prime_composer.local.signals import Stopped
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import RecipeError
@@ -92,11 +92,11 @@ def introduction(study: StudyConfig, runs: Sequence[StudyRun]) -> str:
     return f"study: {sizes}, in {runs[0].run_dir.parent}"
 
 
-def wish_of(run: StudyRun, overwrite: bool) -> Wish:
+def wish_of(run: StudyRun, overwrite: bool) -> RunRequest:
     """Return what a run asks of its directory: to continue there, or to delete what is there."""
     exists = run.run_dir.exists()
     resume = not overwrite and run.has_begun
-    return Wish(
+    return RunRequest(
         run.recipe,
         run.base,
         str(run.run_dir),
@@ -106,17 +106,17 @@ def wish_of(run: StudyRun, overwrite: bool) -> Wish:
     )
 
 
-def wishes_of_islands(run: StudyRun, overwrite: bool) -> list[Wish]:
+def wishes_of_islands(run: StudyRun, overwrite: bool) -> list[RunRequest]:
     """Return ``wish_of`` for each island of a run; a run without islands is one."""
-    wish, diloco = wish_of(run, overwrite), run.recipe.diloco
+    request, diloco = wish_of(run, overwrite), run.recipe.diloco
     if diloco is None:
-        return [wish]
-    return [replace(wish, island=index) for index in range(diloco.replicas)]
+        return [request]
+    return [replace(request, island=index) for index in range(diloco.replicas)]
 
 
 def check_variants(runs: Sequence[StudyRun]) -> list[str]:
     """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings."""
-    from prime_composer.local.run_dir.plan import plan
+    from prime_composer.local.dry_run import dry_run
 
     warnings: dict[str, None] = {}
     first: dict[str, StudyRun] = {}
@@ -124,7 +124,7 @@ def check_variants(runs: Sequence[StudyRun]) -> list[str]:
         first.setdefault(run.variant, run)
     for run in first.values():
         try:
-            lines = plan(run.recipe, load_sources(run.recipe))
+            lines = dry_run(run.recipe, load_sources(run.recipe))
         except ValueError as error:
             raise RecipeError(f"{run.name}: {error}") from error
         warnings |= dict.fromkeys(line for line in lines if line.startswith("warning:"))
@@ -134,12 +134,12 @@ def check_variants(runs: Sequence[StudyRun]) -> list[str]:
 def delete(runs: Sequence[StudyRun]) -> None:
     """Delete what earlier runs of the study left, once every check of all of them has passed."""
     there = [run for run in runs if run.run_dir.exists()]
-    wishes = [wish for run in there for wish in wishes_of_islands(run, overwrite=True)]
-    for wish in wishes:
-        choose_run_dir(wish)
+    wishes = [request for run in there for request in wishes_of_islands(run, overwrite=True)]
+    for request in wishes:
+        choose_run_dir(request)
     check_variants(runs)
-    for wish in wishes:
-        with claim_run_dir(wish) as claim:
+    for request in wishes:
+        with claim_run_dir(request) as claim:
             claim.begin()
     for run in runs:
         run.log.unlink(missing_ok=True)

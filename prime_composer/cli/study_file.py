@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.recipe_file import (
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.recipe_file import (
     RECIPE_FILE,
     Tables,
     differing_keys,

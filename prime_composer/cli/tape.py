@@ -37,7 +37,7 @@ def tape_check(folder: str | None, config: str | None, overrides: Sequence[str])
 
 def print_inspection(folder: Path, found: Inspection) -> None:
     """Print what is on a tape; what is damaged goes to standard error."""
-    from prime_composer.local.run_dir.disk import readable
+    from prime_composer.local.disk import format_bytes
 
     header = found.header
     model = header.get("model")
@@ -50,7 +50,7 @@ def print_inspection(folder: Path, found: Inspection) -> None:
         name = f"{kind}, K = {k}" if k else kind
         name += ", hidden states" if hidden else ""
         each = f", {size / rows:.0f} bytes per token" if rows else ""
-        print(f"  {name}: {totals['answers']} answers, {rows} tokens, {readable(size)}{each}")
+        print(f"  {name}: {totals['answers']} answers, {rows} tokens, {format_bytes(size)}{each}")
     for path, size in found.torn.items():
         print(f"  {path}: its writer was stopped within an answer; {size} bytes are left out")
     for path, count in found.unmarked.items():
@@ -108,21 +108,19 @@ def tape_make(folder: str | None, config: str | None, overrides: Sequence[str]) 
     from prime_composer.cli.progress import Screen
     from prime_composer.local.evaluate import Evaluator
     from prime_composer.local.opening import open_engine
-    from prime_composer.local.preflight import Checks
-    from prime_composer.local.run_dir.model_check import check_models
-    from prime_composer.local.run_dir.plan import require_libraries
+    from prime_composer.local.preflight import Checks, run_check
+    from prime_composer.local.requirements import check_requirements
     from prime_composer.local.sources import load_sources
     from prime_composer.tiny_models.cache import prepare_models
 
-    check_models(recipe)
-    require_libraries(recipe, routing)
+    check_requirements(recipe)
     problems = load_sources(recipe)
     batch, count = recipe.trainer.batch_size, len(problems.practice)
     with Screen(total=count) as screen:
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         with open_engine(recipe, problems, paths, screen.status, teachers_alone=True) as engine:
             checks = Checks(engine, recipe, {}).vocabularies()
-            for finding in (one for name, check in checks.items() for one in check(name)):
+            for finding in (one for item in checks.items() for one in run_check(*item)):
                 if finding.state == "warning":
                     screen.status(f"warning: {finding.text}")
             Evaluator.of_recipe(engine, recipe).teachers()

@@ -15,7 +15,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,28 +22,12 @@ from torch import nn
 from prime_composer.backends.cpu_guard import use_threads
 from prime_composer.backends.errors import wanted_until
 from prime_composer.backends.protocols import Sampler
-from prime_composer.local.collect import Clock, Collected
+from prime_composer.local.collect import Clock, Collected, Weights
 from prime_composer.local.signals import StopRequest
 
 TICK = 0.25  # Seconds between two looks at whether the thread waits for a server
 
 STALENESS = "rollout/staleness"  # Steps from the weights that sample a batch to those it trains
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """The student after a step."""
-
-    step: int  # finished steps
-    model: nn.Module  # the student, or a copy of it as it was then
-
-
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """A batch that is collected before its step."""
-
-    sampled_at: int  # finished steps of the weights that sample it
-    collected: Future[Collected]  # the batch to come
 
 
 class Ahead:
@@ -61,7 +44,7 @@ class Ahead:
     ):
         self._steps, self._last, self._model = steps, last, model
         self._sampler, self._collect, self._stop = sampler, collect, stop
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Future[Collected]] = {}  # by step
         self._now: Weights | None = None
         self._sent: Weights | None = None
         self._unwanted = threading.Event()
@@ -73,12 +56,10 @@ class Ahead:
         self._pending = {later: one for later, one in self._pending.items() if later >= step}
         for later in range(step, min(step + self._steps, self._last) + 1):
             if later not in self._pending:
-                self._begin(later, self._weights_after(step - 1))
-        pending = self._pending[step]
-        self._wait_for([pending])
-        collected = pending.collected.result()
-        staleness = {STALENESS: float(step - 1 - pending.sampled_at)}
-        return replace(collected, metrics=collected.metrics | staleness)
+                weights = self._weights_after(step - 1)
+                self._pending[later] = self._thread.submit(self._run, later, weights)
+        self._wait_for([self._pending[step]])
+        return self._pending[step].result()
 
     def settle(self) -> None:
         """Wait until every batch that was begun is there, or cannot be had."""
@@ -96,17 +77,15 @@ class Ahead:
     def _begin_thread(self) -> None:
         self._stop.background = threading.get_ident()
 
-    def _begin(self, step: int, weights: Weights) -> None:
-        collected = self._thread.submit(self._run, step, weights)
-        self._pending[step] = Pending(weights.step, collected)
-
     def _run(self, step: int, weights: Weights) -> Collected:
         self._stop.background_waits = False
         clock = Clock()
         with wanted_until(self._unwanted), use_threads(self._threads):
             with clock.phase("sync"):
                 self._send(weights)
-            return self._collect(step, weights, clock)
+            collected = self._collect(step, weights, clock)
+        collected.metrics[STALENESS] = float(step - 1 - weights.step)
+        return collected
 
     def _send(self, weights: Weights) -> None:
         if weights is not self._sent:
@@ -115,14 +94,10 @@ class Ahead:
 
     def _weights_after(self, step: int) -> Weights:
         if self._now is None or self._now.step != step:
-            self._now = Weights(step, self._copy())
+            self._now = Weights(step, copy.deepcopy(self._model).requires_grad_(False))
         return self._now
 
-    def _copy(self) -> nn.Module:
-        return copy.deepcopy(self._model).requires_grad_(False)
-
-    def _wait_for(self, pending: Iterable[Pending]) -> None:
-        futures = [one.collected for one in pending]
-        while wait(futures, timeout=TICK).not_done:
+    def _wait_for(self, pending: Iterable[Future[Collected]]) -> None:
+        while wait([*pending], timeout=TICK).not_done:
             if self._stop.background_waits:
                 self._stop.wait_begins()

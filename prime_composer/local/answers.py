@@ -18,7 +18,7 @@ Answerer = Literal["answers", "teacher"]  # Key of a line's answers: whose they 
 
 
 @dataclass(frozen=True)
-class Answer:
+class KeptAnswer:
     """A greedy answer of the student or its teacher."""
 
     question: str
@@ -38,7 +38,7 @@ class Answer:
 def write_answers(
     run_dir: Path,
     step: int,
-    answers: Sequence[Answer],
+    answers: Sequence[KeptAnswer],
     signatures: Mapping[str, str] | None = None,
     of: Answerer = "answers",
 ) -> None:
@@ -64,15 +64,15 @@ def _is_whole(file: IO[bytes]) -> bool:
     return file.read(1) == b"\n"
 
 
-def read_answers(run_dir: Path, of: Answerer = "answers") -> dict[int, list[Answer]]:
+def read_answers(run_dir: Path, of: Answerer = "answers") -> dict[int, list[KeptAnswer]]:
     """Return step -> answers of the student or of the teacher.
 
     Lines that are none of ours are left out, such as one that a crash cut.
     """
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[KeptAnswer]] = {}
     for record in _records(run_dir):
         try:
-            answers[int(record["step"])] = [Answer(**answer) for answer in record[of]]
+            answers[int(record["step"])] = [KeptAnswer(**answer) for answer in record[of]]
         except (ValueError, TypeError, KeyError):
             continue
     return answers

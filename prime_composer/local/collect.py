@@ -2,12 +2,15 @@
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
@@ -25,9 +28,13 @@ from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.balance import balanced, share_metrics
-from prime_composer.step.batch import Batch, Pair, Sample
+from prime_composer.step.batch import Batch, PreferencePair, Sample
 from prime_composer.step.collapse import collapse_metrics, end_metrics
+from prime_composer.step.overflow import head_of
 from prime_composer.step.replay import pairs_of_rollouts
+
+if TYPE_CHECKING:
+    from prime_composer.local.watch import Watch
 
 
 class Clock:
@@ -53,27 +60,50 @@ class Clock:
         self.laps["time/step"] = now - self._start
 
 
+class Weights(NamedTuple):
+    """The student after a step, or a copy of it as it was then."""
+
+    step: int  # finished steps
+    model: nn.Module
+
+
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """A step's batch, and the metrics of its rollouts and scores."""
+    """A step's batch, the metrics of its rollouts and scores, and the seconds that they took."""
 
     batch: Batch
     metrics: dict[str, float]
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 @dataclass
 class Collector:
-    """Collects the batch of a step: ``problems``, ``sample``, ``grade`` and ``score``, in order."""
+    """Collects a run's batches: for each ``problems``, ``sample``, ``grade`` and ``score``."""
 
     engine: Engine
     trainer: TrainerConfig
     rollout: RolloutConfig
     replay: ReplayConfig
-    clock: Clock
-    metrics: dict[str, float] = field(default_factory=dict)  # what was measured in this step
+    clock: Clock = field(default_factory=Clock)  # of the step under way
+    metrics: dict[str, float] = field(default_factory=dict)  # what was measured in it
     # number of this island, from 0, and how many there are; None without islands
     island: tuple[int, int] | None = None
+    watch: "Watch | None" = None  # None outside of a run
+
+    def collect(self, step: int, weights: Weights, clock: Clock) -> Collected:
+        """Return the batch of a step, sampled by the weights that the sampler has.
+
+        Teachers and sampler are checked after the batch is scored and before it trains: one that
+        was exchanged while it answered is seen as well.
+        """
+        self.engine, self.clock = replace(self.engine, model=weights.model), clock
+        self.metrics = {}
+        samples = self.grade(self.sample(self.problems(step), step))
+        batch = self.score(samples, step)
+        if self.watch is not None:
+            with clock.phase("checks"):
+                self.watch.check(weights.step, student=weights.model)
+        return Collected(batch, self.metrics, clock.laps)
 
     def undivided(self, step: int) -> int:
         """Return the step of one undivided run whose problems and seeds are this island's."""
@@ -86,53 +116,56 @@ class Collector:
         problem_set, order = self.engine.problems.problem_set, self.undivided(step)
         return problems_of_step(problem_set, count, self.trainer.seed, order)
 
-    def collect(self, step: int) -> Batch:
-        """Return the batch of a step: sampled, graded and scored."""
-        samples = self.grade(self.sample(self.problems(step), step))
-        return self.score(samples, step)
+    def sample(self, problems: Sequence[Problem], step: int) -> list[Sample]:
+        """Sample answers to the problems, and play tasks of environments by id, with their reward.
 
-    def sample(self, problems: Sequence[Problem], step: int) -> "Sampled":
-        """Sample answers to the problems, and play tasks of environments by id."""
+        A task's rollout is several samples where its conversation branched; one that failed has
+        none.
+        """
+        parts = parts_of(problems)
+        own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
+        engine, config = self.engine, self.rollout
+        seed, order = self.trainer.seed, self.undivided(step)
+        samples: list[Sample] = []
         with self.clock.phase("sample"):
-            order = self.undivided(step)
-            return sample_step(self.engine, self.rollout, problems, self.trainer.seed, order)
+            if own:
+                rollouts = sample_rollouts(engine, config, own, seed, order)
+                samples += [Sample(one, own[one.prompt_index]) for one in rollouts]
+            if tasks:
+                played, metrics = play(engine, config, tasks, seed, order, len(own))
+                samples += played
+                self.metrics |= metrics
+        return samples
 
-    def grade(self, sampled: "Sampled") -> list[Sample]:
+    def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the rollouts with text, reward and advantage."""
         budget, problem_set = TimeBudget(), self.engine.problems.problem_set
+        answers = [sample for sample in samples if not isinstance(sample.problem, Task)]
+        played = [sample for sample in samples if isinstance(sample.problem, Task)]
         with self.clock.phase("reward"):
-            samples = [
-                *grade(self.engine.problems, sampled.rollouts, sampled.problems, budget),
-                *sampled.played.samples,
-            ]
-            self.metrics |= rollout_metrics(samples, problem_set) | sampled.played.metrics
-            self.metrics |= collapse_metrics(samples)
+            samples = [*grade(self.engine.problems, answers, budget), *played]
+            self.metrics |= rollout_metrics(samples, problem_set) | collapse_metrics(samples)
         if any(source.metric == "math_verify" for source in problem_set.sources.values()):
             self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
         return samples
 
     def score(self, samples: Sequence[Sample], step: int) -> Batch:
         """Return the samples with the teacher's scores, and the step's preference pairs."""
-        loss = self.engine.loss
-        pairs: Sequence[Pair] = ()
+        engine, replay, loss = self.engine, self.replay, self.engine.loss
+        pairs: Sequence[PreferencePair] = ()
         with self.clock.phase("score"):
-            if loss.reads_pairs:
-                pairs = pairs_of_step(self.engine, self.replay, samples, self.trainer.seed, step)
-            scored = self.engine.score(samples)
+            if loss.reads_pairs and replay.source == "rollouts":
+                pairs = pairs_of_rollouts(samples, replay.pairs_per_step)
+            elif loss.reads_pairs:
+                size, seed = len(engine.pairs), self.trainer.seed
+                order = prompt_batches(size, replay.pairs_per_step, seed, step - 1)
+                pairs = [engine.pairs[index] for index in order]
+            scored, metrics = engine.score(samples)
             if loss.balance is not None:
-                scored = replace(scored, samples=balanced(scored.samples, loss.balance))
-        if scored.padding_ids is not None:
-            self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
-        self.metrics |= scored.metrics
-        of_teacher = self.engine.reward_scale is None
-        self.metrics |= end_metrics(scored.samples, of_teacher)
-        self.metrics |= share_metrics(scored.samples)
-        if scored.without_hint:
-            self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
-        if self.engine.may_overflow:
-            self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
-            self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
-        return Batch(scored.samples, pairs, self.rollout.temperature, of_teacher)
+                scored = balanced(scored, loss.balance)
+        of_teacher = engine.reward_scale is None
+        self.metrics |= metrics | end_metrics(scored, of_teacher) | share_metrics(scored)
+        return Batch(scored, pairs, self.rollout.temperature, of_teacher)
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:
@@ -147,37 +180,6 @@ def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> 
     return [problems.practice[index] for index in indices]
 
 
-@dataclass(frozen=True)
-class Played:
-    """A step's rollouts in environments by id, with reward and advantage, and their metrics.
-
-    A rollout is several samples where its conversation branched. One that failed has none.
-    """
-
-    samples: Sequence[Sample] = ()
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What a step sampled, before answers to problems are graded; ``played`` are those by id."""
-
-    problems: Sequence[Problem]
-    rollouts: Sequence[Rollout]
-    played: Played
-
-
-def sample_step(
-    engine: Engine, config: RolloutConfig, problems: Sequence[Problem], seed: int, step: int
-) -> Sampled:
-    """Sample answers to problems, and play tasks of environments by id. Steps count from 1."""
-    parts = parts_of(problems)
-    own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
-    rollouts = sample_rollouts(engine, config, own, seed, step) if own else []
-    played = play(engine, config, tasks, seed, step, len(own)) if tasks else Played()
-    return Sampled(own, rollouts, played)
-
-
 def play(
     engine: Engine,
     config: RolloutConfig,
@@ -185,11 +187,9 @@ def play(
     seed: int,
     step: int,
     first_index: int = 0,
-) -> Played:
+) -> tuple[list[Sample], dict[str, float]]:
     """Play ``group_size`` rollouts of each task; their prompts count from ``first_index``."""
-    params = SamplingParams(
-        temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens
-    )
+    params = SamplingParams(1, config.temperature, config.top_p, config.max_tokens)
     of_rollout = [task for task in tasks for _ in range(config.group_size)]
     outcomes = given(engine.environments).run(
         engine.sampler, of_rollout, params, derive_seed(seed, "episodes", step)
@@ -202,42 +202,29 @@ def play(
         )
     samples: list[Sample] = []
     for index, task in enumerate(tasks):
-        first = index * config.group_size
-        group = [
-            outcome
-            for outcome in outcomes[first : first + config.group_size]
-            if isinstance(outcome, Episode)
-        ]
+        played = outcomes[index * config.group_size : (index + 1) * config.group_size]
+        group = [outcome for outcome in played if isinstance(outcome, Episode)]
         for episode in group:
             advantage = episode.reward - sum(one.reward for one in group) / len(group)
-            samples += [
-                Sample(
-                    replace(rollout, prompt_index=first_index + index),
-                    task,
-                    episode.text,
-                    episode.reward,
-                    advantage,
-                    first=place == 0,
-                )
-                for place, rollout in enumerate(episode.rollouts)
-            ]
-    return Played(samples, episode_metrics(outcomes, engine.problems.tokenizer))
+            graded = (episode.text, episode.reward, advantage)
+            for place, rollout in enumerate(episode.rollouts):
+                rollout = replace(rollout, prompt_index=first_index + index)
+                samples.append(Sample(rollout, task, *graded, first=place == 0))
+    return samples, episode_metrics(outcomes, engine.problems.tokenizer)
 
 
 def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> dict[str, float]:
     """Return means per rollout that ended, and the share of those that failed."""
     episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
-    count = len(episodes)
-    failed = {"rollout/failed": 1 - count / len(outcomes)}
+    failed = {"rollout/failed": 1 - len(episodes) / len(outcomes)}
     if not episodes:
         return failed
     return failed | {
-        "rollout/turns": sum(one.turns for one in episodes) / count,
-        "rollout/tool_calls": sum(one.tool_calls for one in episodes) / count,
-        "rollout/samples": sum(len(one.rollouts) for one in episodes) / count,
-        "rollout/turn_limit": sum(one.limited for one in episodes) / count,
-        "rollout/special_texts": sum(bool(marks_of(tokenizer, [one.told])) for one in episodes)
-        / count,
+        "rollout/turns": fmean(one.turns for one in episodes),
+        "rollout/tool_calls": fmean(one.tool_calls for one in episodes),
+        "rollout/samples": fmean(len(one.rollouts) for one in episodes),
+        "rollout/turn_limit": fmean(one.limited for one in episodes),
+        "rollout/special_texts": fmean(bool(marks_of(tokenizer, [one.told])) for one in episodes),
     }
 
 
@@ -251,36 +238,30 @@ def sample_rollouts(
     sequence has the same mean and less variance.
     """
     prompts = [engine.problems.prompt(problem) for problem in problems]
-    params = SamplingParams(
-        n=config.group_size,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_tokens,
-    )
+    params = SamplingParams(config.group_size, config.temperature, config.top_p, config.max_tokens)
     rollouts_seed = derive_seed(seed, "rollouts", step)
     if config.student_fraction == 1:
         return engine.sampler.generate(prompts, params, seed=rollouts_seed)
     coin = random.Random(derive_seed(seed, "student_fraction", step))
-    sequences = [
+    draws = [
         (index, coin.random() < config.student_fraction)
         for index in range(len(prompts))
         for _ in range(config.group_size)
     ]
-    sampled_prompts = [prompts[index] for index, is_sampled in sequences if is_sampled]
-    sampled: list[Rollout] = []
+    own = [index for index, is_sampled in draws if is_sampled]
+    other = [index for index, is_sampled in draws if not is_sampled]
     params = replace(params, n=1)
-    if sampled_prompts:
-        sampled = engine.sampler.generate(sampled_prompts, params, seed=rollouts_seed)
-    other_indices = [index for index, is_sampled in sequences if not is_sampled]
+    sampled: list[Rollout] = []
+    if own:
+        asked = [prompts[index] for index in own]
+        sampled = engine.sampler.generate(asked, params, seed=rollouts_seed)
+        sampled = [replace(one, prompt_index=i) for one, i in zip(sampled, own, strict=True)]
     if config.teacher_samples:
-        others = teacher_rollouts(engine, params, problems, other_indices, seed, step)
+        others = teacher_rollouts(engine, params, problems, other, seed, step)
     else:
-        others = [engine.problems.solution(problems[index], index) for index in other_indices]
-    remaining, remaining_others = iter(sampled), iter(others)
-    return [
-        replace(next(remaining), prompt_index=index) if is_sampled else next(remaining_others)
-        for index, is_sampled in sequences
-    ]
+        others = [engine.problems.solution(problems[index], index) for index in other]
+    students, rest = iter(sampled), iter(others)
+    return [next(students if is_sampled else rest) for _, is_sampled in draws]
 
 
 def teacher_rollouts(
@@ -295,33 +276,23 @@ def teacher_rollouts(
 
     Their log mu is NaN: no ratio of p to it is one of two policies.
     """
-    assert engine.teachers is not None, "the recipe has a teacher that samples"
+    teachers = given(engine.teachers)
     draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
-    writers: list[TeacherId] = []
-    for index in indices:
-        shares = engine.teachers.routing.of(problems[index])
-        writers += draw.choices([*shares], [*shares.values()])
+    places_of: dict[TeacherId, list[int]] = defaultdict(list)
+    for place, index in enumerate(indices):
+        shares = teachers.routing.of(problems[index])
+        places_of[draw.choices([*shares], [*shares.values()])[0]].append(place)
     answers: dict[int, Rollout] = {}
-    for teacher in dict.fromkeys(writers):
-        places = [place for place, writer in enumerate(writers) if writer == teacher]
-        sampler = engine.teachers.scorers[teacher].sampler
-        assert sampler is not None, "a teacher of its own can sample"
-        rollouts = sampler.generate(
-            [engine.problems.prompt(problems[indices[place]]) for place in places],
-            params,
-            seed=derive_seed(seed, f"rollouts of {teacher.table}", step),
-        )
-        own = [up_to_padding(rollout, engine.vocab_size, teacher) for rollout in rollouts]
-        answers |= zip(places, own, strict=True)
-    return [
-        replace(
-            answers[place],
-            prompt_index=index,
-            inference_logprobs=torch.full_like(answers[place].inference_logprobs, torch.nan),
-            by_teacher=True,
-        )
-        for place, index in enumerate(indices)
-    ]
+    for teacher, places in places_of.items():
+        prompts = [engine.problems.prompt(problems[indices[place]]) for place in places]
+        own_seed = derive_seed(seed, f"rollouts of {teacher.table}", step)
+        sampler = given(teachers.scorers[teacher].sampler)
+        for place, rollout in zip(places, sampler.generate(prompts, params, own_seed), strict=True):
+            rollout = up_to_padding(rollout, engine.vocab_size, teacher)
+            unknown = torch.full_like(rollout.inference_logprobs, torch.nan)
+            rollout = replace(rollout, inference_logprobs=unknown, by_teacher=True)
+            answers[place] = replace(rollout, prompt_index=indices[place])
+    return [answers[place] for place in range(len(indices))]
 
 
 def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Rollout:
@@ -336,34 +307,26 @@ def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Roll
             f"student's head has {vocab_size} entries; choose a teacher with the student's "
             "vocabulary"
         )
-    return replace(
-        rollout,
-        token_ids=rollout.token_ids[:end],
-        loss_mask=rollout.loss_mask[:end],
-        inference_logprobs=rollout.inference_logprobs[:end],
-        finish_reason="length",
-    )
+    return head_of(rollout, end)
 
 
 def grade(
-    tokenized: TokenizedProblems,
-    rollouts: Sequence[Rollout],
-    problems: Sequence[Problem],
-    budget: TimeBudget | None = None,
+    tokenized: TokenizedProblems, samples: Sequence[Sample], budget: TimeBudget | None = None
 ) -> list[Sample]:
-    """Return one sample per rollout, with text, reward and advantage."""
-    of_rollout = [problems[rollout.prompt_index] for rollout in rollouts]
+    """Return answers to problems with text, reward and advantage."""
+    rollouts = [sample.rollout for sample in samples]
+    problems = [sample.problem for sample in samples]
     texts = [
         # As the data has it: a chat template may write more around an answer.
         problem.answer if is_of_data(rollout) else tokenized.decode(rollout.completion_ids)
-        for rollout, problem in zip(rollouts, of_rollout, strict=True)
+        for rollout, problem in zip(rollouts, problems, strict=True)
     ]
     rewards = [
         tokenized.reward(text, problem, budget)
-        for text, problem in zip(texts, of_rollout, strict=True)
+        for text, problem in zip(texts, problems, strict=True)
     ]
     advantages = group_advantages([rollout.prompt_index for rollout in rollouts], rewards)
-    return list(map(Sample, rollouts, of_rollout, texts, rewards, advantages))
+    return list(map(Sample, rollouts, problems, texts, rewards, advantages))
 
 
 def is_of_data(rollout: Rollout) -> bool:
@@ -373,43 +336,26 @@ def is_of_data(rollout: Rollout) -> bool:
 
 def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
     """Return reward minus the group's mean: prime-rl's default, GRPO without its division."""
-    rewards_of_group: dict[int, list[float]] = {}
+    of_group: dict[int, list[float]] = defaultdict(list)
     for group, reward in zip(groups, rewards, strict=True):
-        rewards_of_group.setdefault(group, []).append(reward)
-    means = {group: sum(own) / len(own) for group, own in rewards_of_group.items()}
+        of_group[group].append(reward)
+    means = {group: sum(own) / len(own) for group, own in of_group.items()}
     return [reward - means[group] for group, reward in zip(groups, rewards, strict=True)]
 
 
-def pairs_of_step(
-    engine: Engine, config: ReplayConfig, samples: Sequence[Sample], seed: int, step: int
-) -> list[Pair]:
-    """Return a step's preference pairs, of its own rollouts or of the recipe's file."""
-    if config.source == "rollouts":
-        return pairs_of_rollouts(samples, config.pairs_per_step)
-    order = prompt_batches(len(engine.pairs), config.pairs_per_step, seed, step - 1)
-    return [engine.pairs[index] for index in order]
-
-
 def rollout_metrics(samples: Sequence[Sample], problem_set: ProblemSet) -> dict[str, float]:
-    """Return mean reward, share of truncated rollouts and mean length; reward by environment."""
+    """Return mean reward (also by environment), share of truncated rollouts and mean length."""
     rollouts = [sample for sample in samples if sample.first]
-    count = len(rollouts)
-    scored = [sample for sample in rollouts if problem_set.is_scored(sample.problem)]
-    rewards = [sample.reward for sample in scored]
-    truncated = sum(sample.rollout.finish_reason == "length" for sample in rollouts)
-    tokens = Batch(samples).tokens
     metrics = {
-        "rollout/truncated": truncated / count,
-        "rollout/tokens": tokens / count,
+        "rollout/truncated": fmean(one.rollout.finish_reason == "length" for one in rollouts),
+        "rollout/tokens": Batch(samples).tokens / len(rollouts),
     }
+    scored = [sample for sample in rollouts if problem_set.is_scored(sample.problem)]
     if not scored:
         return metrics
-    problems = [sample.problem for sample in scored]
-    return {
-        "rollout/reward": sum(rewards) / len(rewards),
-        **metrics,
-        **mean_by_environment("rollout/reward", problem_set.names, problems, rewards),
-    }
+    problems, rewards = [one.problem for one in scored], [one.reward for one in scored]
+    by_environment = mean_by_environment("rollout/reward", problem_set.names, problems, rewards)
+    return {"rollout/reward": sum(rewards) / len(rewards), **metrics, **by_environment}
 
 
 def mean_by_environment(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -12,13 +12,13 @@ from prime_composer.backends.hf_model import lm_head_weight
 from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.protocols import Sampler
 from prime_composer.contract import Scores, given
-from prime_composer.local.run_dir.identity import check_identity, data_digests, teacher_headers
+from prime_composer.local.identity import check_identity, data_digests, teacher_headers
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
-from prime_composer.step.batch import Pair, Sample, with_scores
+from prime_composer.step.batch import PreferencePair, Sample, with_scores
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.teachers.compatibility import alien_id
 from prime_composer.teachers.mixture import Teachers
@@ -30,34 +30,6 @@ if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
 IDENTITY = "identity"  # Key of ``Engine.state_dict``
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What the teacher made of a step's samples."""
-
-    samples: list[Sample]  # those that train, with scores where the loss needs a teacher
-    without_hint: int = 0  # how many were left out, because a policy teacher has no hint for them
-    cut: int = 0  # of how many the teacher's window holds the head alone
-    dropped: int = 0  # how many were left out, because they do not fit into the teacher's window
-    # how many of their ids a teacher's head lacks; None where none can
-    padding_ids: int | None = None
-    # of teachers with a tokenizer of their own
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Overflow(TypedDict):
-    """``cut`` and ``dropped`` of ``Scored``."""
-
-    cut: int
-    dropped: int
-
-
-def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> Overflow:
-    """Return ``cut`` and ``dropped`` of ``Scored``, from the samples before and after ``fit``."""
-    dropped = sum(sample is None for sample in fitted)
-    same = sum(after is before for before, after in zip(samples, fitted, strict=True))
-    return {"cut": len(samples) - dropped - same, "dropped": dropped}
 
 
 @runtime_checkable
@@ -84,7 +56,7 @@ class Engine:
     policy_room: int = 0  # tokens that a policy teacher may read
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
     reference: nn.Module | None = None  # the frozen policy of the replay channel's loss
-    pairs: Sequence[Pair] = ()  # the preference pairs of a file
+    pairs: Sequence[PreferencePair] = ()  # the preference pairs of a file
     environments: "Environments | None" = None
     context: int = 0  # longest sequence in tokens that the engines read
     latent: LatentWeights | None = None  # behind a student that stays rounded
@@ -119,38 +91,52 @@ class Engine:
         rules = [self.policy_overflow, *(teacher.on_overflow for teacher in teachers)]
         return any(rule != "error" for rule in rules)
 
-    def score(self, samples: Sequence[Sample]) -> Scored:
-        """Return the samples with their teacher's scores, without those that have no hint."""
-        if self.teachers is not None and self.loss.compares_with_teacher:
-            fitted = self.fit(samples)
-            kept = [sample for sample in fitted if sample is not None]
-            rollouts = [sample.rollout for sample in kept]
-            problems = [sample.problem for sample in kept]
-            size, by_student = self.loss.asked_of_teacher
-            shared, padding_ids = min(self.head_sizes), None
-            if shared < self.vocab_size:
-                padding_ids = sum(int(lacking(one.token_ids, shared).sum()) for one in rollouts)
-            self.teachers.take_metrics()  # of checks and evaluations, which are no part of a step
-            scores = self.teachers.score(
-                rollouts,
-                problems,
-                size,
-                students_choice(self.model, rollouts, size, shared) if by_student else None,
-                self.reads_hidden_states,
-            )
-            self._check_ids(scores)
-            if self.reward_scale is not None:
-                scores = self.teachers.extrapolate(rollouts, problems, scores, self.reward_scale)
-            scored = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
-            return Scored(
-                [sample for sample in scored if sample is not None],
-                **overflow(samples, fitted),
-                padding_ids=padding_ids,
-                metrics=self.teachers.take_metrics(),
-            )
+    def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+        """Return the samples that train, with their teacher's scores, and what was measured.
+
+        Left out are those that no teacher's window holds, and those without a hint.
+        """
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
-        return Scored(list(samples))
+        if self.teachers is None or not self.loss.compares_with_teacher:
+            return list(samples), self._overflows(samples, samples, len(samples))
+        fitted = self.fit(samples)
+        kept = [sample for sample in fitted if sample is not None]
+        metrics = self._overflows(samples, fitted, len(samples))
+        rollouts = [sample.rollout for sample in kept]
+        problems = [sample.problem for sample in kept]
+        size, by_student = self.loss.asked_of_teacher
+        shared = min(self.head_sizes)
+        if shared < self.vocab_size:
+            padding = sum(int(lacking(one.token_ids, shared).sum()) for one in rollouts)
+            metrics["rollout/padding_ids"] = float(padding)
+        self.teachers.take_metrics()  # of checks and evaluations, which are no part of a step
+        scores = self.teachers.score(
+            rollouts,
+            problems,
+            size,
+            students_choice(self.model, rollouts, size, shared) if by_student else None,
+            self.reads_hidden_states,
+        )
+        self._check_ids(scores)
+        if self.reward_scale is not None:
+            scores = self.teachers.extrapolate(rollouts, problems, scores, self.reward_scale)
+        scored = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
+        metrics |= self.teachers.take_metrics()
+        return [sample for sample in scored if sample is not None], metrics
+
+    def _overflows(
+        self, samples: Sequence[Sample], fitted: Sequence[Sample | None], count: int
+    ) -> dict[str, float]:
+        """Return the shares of ``count`` rollouts that a teacher's window has cut, or left out."""
+        if not self.may_overflow:
+            return {}
+        dropped = sum(sample is None for sample in fitted)
+        same = sum(after is before for before, after in zip(samples, fitted, strict=True))
+        return {
+            "rollout/teacher_cut": (len(samples) - dropped - same) / count,
+            "rollout/teacher_dropped": dropped / count,
+        }
 
     def fit(self, samples: Sequence[Sample]) -> list[Sample | None]:
         """Return what of each sample its teachers can read; None for a sample to drop."""
@@ -181,7 +167,9 @@ class Engine:
                     f"{MOST_PADDING} more; choose a teacher with the student's vocabulary"
                 )
 
-    def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
+    def _score_with_policy(
+        self, teacher: PolicyTeacher, samples: Sequence[Sample]
+    ) -> tuple[list[Sample], dict[str, float]]:
         hinted = [
             (sample, teacher.prompt_of(sample, hint))
             for sample, hint in zip(samples, teacher.hints(samples), strict=True)
@@ -191,15 +179,16 @@ class Engine:
             fit(sample, len(prompt), self.policy_room, self.policy_overflow)
             for sample, prompt in hinted
         ]
+        metrics = self._overflows([sample for sample, _ in hinted], fitted, len(samples))
+        if len(hinted) < len(samples):
+            metrics["rollout/without_hint"] = (len(samples) - len(hinted)) / len(samples)
         kept = [
             (sample, prompt)
             for sample, (_, prompt) in zip(fitted, hinted, strict=True)
             if sample is not None
         ]
-        counts = overflow([sample for sample, _ in hinted], fitted)
-        without_hint = len(samples) - len(hinted)
         if not kept:
-            return Scored([], without_hint=without_hint, **counts)
+            return [], metrics
         size, by_student = self.loss.asked_of_teacher
         scores = teacher.score(
             [sample.rollout for sample, _ in kept],
@@ -208,10 +197,8 @@ class Engine:
             chosen_by_student=by_student,
             hidden=self.reads_hidden_states,
         )
-        scored = [
-            replace(sample, scores=own) for (sample, _), own in zip(kept, scores, strict=True)
-        ]
-        return Scored(scored, without_hint=without_hint, **counts)
+        pairs = zip(kept, scores, strict=True)
+        return [replace(sample, scores=own) for (sample, _), own in pairs], metrics
 
     def begin_update(self) -> None:
         """Let the sampler free weights that ``end_step`` replaces: gradients take their room."""

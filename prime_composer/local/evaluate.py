@@ -16,7 +16,7 @@ from prime_composer.divergences import Normalization, entropy, forward_kl, rever
 from prime_composer.environments.episodes import EnvironmentFailed, Episode
 from prime_composer.environments.tasks import Task, parts_of
 from prime_composer.full_vocabulary import compare
-from prime_composer.local.answers import KEPT, Answer
+from prime_composer.local.answers import KEPT, KeptAnswer
 from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -74,9 +74,11 @@ class Evaluator:
     config: EvalConfig
     max_tokens: int  # longest completion
     micro_batch_tokens: int  # padded tokens per forward of the student
-    answers: list[Answer] = field(default_factory=list)  # the student's, at its latest evaluation
+    answers: list[KeptAnswer] = field(
+        default_factory=list
+    )  # the student's, at its latest evaluation
     # of problems that have a single teacher
-    teacher_answers: list[Answer] = field(default_factory=list)
+    teacher_answers: list[KeptAnswer] = field(default_factory=list)
     not_measured: set[str] = field(default_factory=set)  # what a tape that answers alone lacks
 
     @classmethod
@@ -241,11 +243,11 @@ class Evaluator:
         references = [one.problem.reference(metric) for one in known]
         return total_score(metric, [one.text for one in known], references, rewards)
 
-    def _answer(self, graded: Graded) -> Answer:
+    def _answer(self, graded: Graded) -> KeptAnswer:
         """Return an answer as the report shows it."""
         problem_set, problem, reward = self.problems.problem_set, graded.problem, graded.reward
         place = problem_set.held_out.index(problem)
-        answer = Answer(problem.question, problem.answer, graded.text, None, place=place)
+        answer = KeptAnswer(problem.question, problem.answer, graded.text, None, place=place)
         if isinstance(problem, Task):
             return replace(answer, correct=reward >= 1)
         config = problem_set.config_of(problem)

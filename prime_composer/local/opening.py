@@ -20,10 +20,11 @@ from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.backends.transformers import fix_frequencies, window, window_of
+from prime_composer.local.context import context_of
 from prime_composer.local.engine import Engine
-from prime_composer.local.run_dir.model_check import check_backend, in_table, local_models
-from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TokenizedProblems, context_of, with_ends
+from prime_composer.local.requirements import check_backend, in_table, local_models
+from prime_composer.local.sources import ProblemsAndTasks
+from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
@@ -152,7 +153,7 @@ def open_engine(
             context_of(recipe.rollout, tokenized, local_models(recipe), paths)
         )
         environments = None
-        if isinstance(problems, Sources):
+        if isinstance(problems, ProblemsAndTasks):
             # Not a checkpoint: the library chooses a renderer by the name of the model.
             environments = _start_environments(
                 problems, str(origin), recipe.rollout.renderer, status
@@ -273,7 +274,10 @@ def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> 
 
 
 def _start_environments(
-    problems: Sources, student: str, renderer: Mapping[str, Any], status: Callable[[str], None]
+    problems: ProblemsAndTasks,
+    student: str,
+    renderer: Mapping[str, Any],
+    status: Callable[[str], None],
 ) -> "Environments":
     from prime_composer.environments.runner import Environments
 

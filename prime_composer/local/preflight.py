@@ -4,11 +4,11 @@ Every failure is a ``PreflightError`` of one or two sentences that ends with the
 vocabularies of the same size with different tokens raise no error anywhere else.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,12 @@ from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.backends.transformers import try_saving, window_of
 from prime_composer.contract import Scores, given
 from prime_composer.environments.tasks import Task
+from prime_composer.local.context import (
+    PromptOf,
+    check_hinted_prompts,
+    check_prompts,
+    check_read_by_teacher,
+)
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import tokenizer_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -32,7 +38,6 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
 from prime_composer.recipe.teacher import TeacherPromptConfig
-from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
@@ -50,19 +55,15 @@ from prime_composer.teachers.watch import KnownRequest, starts_of
 
 WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
-NO_LIMITS = Limits()
-
 COMPARED_PROMPTS = 8  # Problems on which a chat model is compared under plain prompts and its own
 
 FIRST_TOKENS = 4  # Tokens of an answer that its prompt says most about
-
-PromptOf = Callable[[Problem], Sequence[int]]  # Returns a problem's prompt as somebody reads it
 
 State = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What a check found. One check may have several warnings beside its own result."""
 
     name: str
@@ -75,7 +76,7 @@ class Finding:
 class Preflight:
     """What each check found, in their order, and what each teacher was asked, with its scores."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
     probes: dict[TeacherId, KnownRequest] = field(default_factory=dict)
 
     @property
@@ -93,7 +94,7 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
     """Run every check, the cheap ones first. An error names which teacher it is about."""
     result = Preflight()
     for name, check in Checks(engine, recipe, result.probes).by_name().items():
-        result.findings += check(name)
+        result.findings += run_check(name, check)
     for warning in result.warnings:
         status(f"warning: {warning}")
     status(
@@ -103,19 +104,27 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
     return result
 
 
-def examine(engine: Engine, recipe: Recipe, sends_weights: bool) -> Preflight:
+def all_findings(engine: Engine, recipe: Recipe, sends_weights: bool) -> list[CheckResult]:
     """Run every check as ``preflight`` does, also after one that failed, which is a finding then.
 
     Without ``sends_weights`` no perturbed ones are sent: all users of a server would get them.
     """
-    result = Preflight()
-    checks = Checks(engine, recipe, result.probes, sends_weights)
-    for name, check in checks.by_name().items():
+    found: list[CheckResult] = []
+    for name, check in Checks(engine, recipe, {}, sends_weights).by_name().items():
         try:
-            result.findings += check(name)
+            found += run_check(name, check)
         except (ValueError, RuntimeError, OSError) as error:
-            result.findings.append(Finding(name, "failed", one_line(error)))
-    return result
+            found.append(CheckResult(name, "failed", one_line(error)))
+    return found
+
+
+def run_check(name: str, check: "Check") -> list[CheckResult]:
+    """Run a check, and return its own result with its warnings."""
+    found = check()
+    if isinstance(found, CheckResult):
+        return [found]
+    warnings = [CheckResult(name, "warning", text) for text in found or ()]
+    return [CheckResult(name, "ok"), *warnings]
 
 
 def one_line(error: BaseException) -> str:
@@ -123,38 +132,39 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def passed(name: str, warnings: Iterable[str] = (), **numbers: float) -> list[Finding]:
-    """Return the findings of a check that did not fail."""
-    own = Finding(name, "ok", numbers=numbers)
-    return [own, *(Finding(name, "warning", text) for text in warnings)]
+Check = Callable[[], Sequence[str] | CheckResult | None]
+"""Returns warnings, or a result that has more to say than "ok"; raises an error."""
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Every check of a recipe's open models. Each returns its findings, or raises an error."""
+    """Every check of a recipe's open models."""
 
     engine: Engine
     recipe: Recipe
     probes: dict[TeacherId, KnownRequest]
     sends_weights: bool = True
 
-    def by_name(self) -> dict[str, Callable[[str], list[Finding]]]:
-        """Return every check by its name, with which it is called, the cheap ones first."""
+    def by_name(self) -> dict[str, Check]:
+        """Return every check by its name, the cheap ones first."""
+        engine, recipe = self.engine, self.recipe
+        tokenizer, prompts = engine.problems.tokenizer, self._prompts
         return {
-            "objective": self._objective,
+            "objective": lambda: check_objective(recipe.loss, recipe.rollout),
             "context": self._context,
             **self.vocabularies(),
-            "checkpoint": self._checkpoint,
-            "sampling": self._sampling,
-            "rows of a batch": self._rows,
+            "checkpoint": lambda: try_saving(engine.stored, tokenizer),
+            "sampling": lambda: sampling_warnings(recipe.rollout),
+            "rows of a batch": lambda: check_batches(engine, recipe.rollout, prompts()),
             WEIGHT_SYNC: self._weight_sync,
             **{
-                f"[{teacher.table}] scores": partial(self._scores, teacher, scorer)
+                name: partial(self._scores, teacher, scorer, name)
                 for teacher, scorer in self._scorers.items()
+                for name in [f"[{teacher.table}] scores"]
             },
         }
 
-    def vocabularies(self) -> dict[str, Callable[[str], list[Finding]]]:
+    def vocabularies(self) -> dict[str, Check]:
         """Return the checks of each teacher's tokenizer, vocabulary and context."""
         return {
             f"[{teacher.table}] tokenizer, vocabulary, context": partial(
@@ -167,86 +177,58 @@ class Checks:
     def _scorers(self) -> Mapping[TeacherId, Scorer]:
         return {} if self.engine.teachers is None else self.engine.teachers.scorers
 
-    @property
-    def _problems(self) -> Sequence[Problem]:
-        return self.engine.problems.problem_set.practice
-
-    @property
-    def _evaluated(self) -> Sequence[Problem]:
-        return self.engine.problems.problem_set.held_out[: self.recipe.eval.largest]
-
     def _prompts(self) -> list[list[int]]:
-        return [self.engine.problems.prompt(problem) for problem in self._problems]
+        problems = self.engine.problems
+        return [*map(problems.prompt, problems.problem_set.practice)]
 
     def _scored_by(self, teacher: TeacherId) -> list[Problem]:
-        return Routing.of_recipe(self.recipe).route(self._problems)[teacher]
+        practice = self.engine.problems.problem_set.practice
+        return Routing.of_recipe(self.recipe).route(practice)[teacher]
 
-    def _objective(self, name: str) -> list[Finding]:
-        check_objective(self.recipe.loss, self.recipe.rollout)
-        return passed(name)
-
-    def _context(self, name: str) -> list[Finding]:
+    def _context(self) -> list[str]:
         engine = self.engine
-        rollout = self.recipe.rollout.within(engine.context)
-        if engine.policy_teacher is not None and engine.policy_overflow == "error":
-            positions = window_of(engine.model.config) or engine.context
-            scored = [*filter(engine.problems.problem_set.is_scored, self._evaluated)]
-            policy = engine.policy_teacher
-            check_hinted_prompts(policy, self._problems, scored, rollout, positions)
-        check_prompts(
-            *(engine.problems.prompt, self._problems, self._evaluated),
-            self.recipe.rollout,
-            sampler=engine.sampler.limits,
-        )
-        return passed(name, engine.problems.look(self.recipe.rollout.trains_on_data))
+        limit, policy = engine.sampler.limits.max_model_len, engine.policy_teacher
+        positions = window_of(engine.model.config) or engine.context
+        return check_texts(self.recipe, engine.problems, engine.context, limit, policy, positions)
 
-    def _vocabulary(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
-        engine, recipe, tokenized = self.engine, self.recipe, self.engine.problems
-        with naming(teacher, among=self._scorers):
-            routing = Routing.of_recipe(recipe)
-            rule = routing.teachers[teacher].on_overflow
+    def _vocabulary(self, teacher: TeacherId, scorer: Scorer) -> list[str]:
+        engine, recipe = self.engine, self.recipe
+        with naming_teacher(teacher, among=self._scorers):
             if isinstance(scorer, OwnTokenizerScorer):
-                problems, longest = self._scored_by(teacher), recipe.rollout.max_tokens
-                return passed(name, scorer.check(problems, longest, rule))
-            limits = binding(scorer.limits, rule)
-            asked = routing.route(self._evaluated)[teacher]
-            own = prompts_of(scorer, tokenized)
-            check_lengths(
-                *(tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher), own
+                rule = Routing.of_recipe(recipe).teachers[teacher].on_overflow
+                return scorer.check(self._scored_by(teacher), recipe.rollout.max_tokens, rule)
+            live, tokenizer = live_of(scorer), None
+            if live is not None:  # the tape is for this tokenizer, or was refused
+                tokenizer = tokenizer_of(engine.teacher_specs[teacher])
+            own = scorer.prompts.of if isinstance(scorer, OwnPromptScorer) else None
+            size = engine.vocab_size
+            warnings = check_scorer(
+                recipe, engine.problems, teacher, scorer.limits, own, size, tokenizer
             )
-            warnings = self._tokenizer_warnings(teacher, scorer)
-            warnings += check_vocabularies(
-                engine.vocab_size,
-                scorer.limits,
-                len(tokenized.tokenizer),
-                recipe.loss.asked_of_teacher[0],
-            )
+            if live is not None:
+                warnings = self._served_tokenizer(teacher, live, tokenizer) + warnings
             if recipe.eval.kl_size and recipe.eval.kl_support == "full":
-                check_whole_kl(engine.vocab_size, scorer)
-        return passed(name, warnings)
-
-    def _tokenizer_warnings(self, teacher: TeacherId, scorer: Scorer) -> list[str]:
-        tokenizer, warnings = self.engine.problems.tokenizer, []
-        live = live_of(scorer)
-        if live is None:  # the tape is for this tokenizer, or was refused
-            return []
-        teacher_tokenizer = tokenizer_of(self.engine.teacher_specs[teacher])
-        if teacher_tokenizer is not None:
-            check_tokenizers(tokenizer, teacher_tokenizer)
-        was_asked = check_served_tokenizer(tokenizer, live)
-        if teacher_tokenizer is None and not was_asked:
-            not_compared = (
-                "The teacher's tokenizer could not be loaded, so its token ids were not "
-                "compared with the student's"
-            )
-            remedy = f"set {teacher.table}.model to its directory or hub id"
-            if self.recipe.rollout.teacher_samples and teacher != REFERENCE:
-                raise PreflightError(
-                    f"{not_compared}, and rollout.other_source = 'teacher' trains on them; "
-                    f"{remedy}, or start its server with its tokenizer."
-                )
-            warnings.append(f"{not_compared}; {remedy}.")
+                check_whole_kl(size, scorer)
         return warnings
+
+    def _served_tokenizer(
+        self, teacher: TeacherId, live: Scorer, tokenizer: Any | None
+    ) -> list[str]:
+        """Ask a server for its tokenizer; warn where neither it nor the teacher's files say it."""
+        was_asked = check_served_tokenizer(self.engine.problems.tokenizer, live)
+        if tokenizer is not None or was_asked:
+            return []
+        not_compared = (
+            "The teacher's tokenizer could not be loaded, so its token ids were not "
+            "compared with the student's"
+        )
+        remedy = f"set {teacher.table}.model to its directory or hub id"
+        if self.recipe.rollout.teacher_samples and teacher != REFERENCE:
+            raise PreflightError(
+                f"{not_compared}, and rollout.other_source = 'teacher' trains on them; "
+                f"{remedy}, or start its server with its tokenizer."
+            )
+        return [f"{not_compared}; {remedy}."]
 
     def _plain_prompts(self, teacher: TeacherId, live: Scorer) -> list[str]:
         """Return a warning where a chat model may be sent plain prompts, and nobody has said so.
@@ -286,61 +268,52 @@ class Checks:
             "model."
         ]
 
-    def _checkpoint(self, name: str) -> list[Finding]:
-        try_saving(self.engine.stored, self.engine.problems.tokenizer)
-        return passed(name)
-
-    def _sampling(self, name: str) -> list[Finding]:
-        return passed(name, sampling_warnings(self.recipe.rollout))
-
-    def _rows(self, name: str) -> list[Finding]:
-        check_batches(self.engine, self.recipe.rollout, self._prompts())
-        return passed(name)
-
-    def _weight_sync(self, name: str) -> list[Finding]:
+    def _weight_sync(self) -> CheckResult:
         check = check_weight_sync if self.sends_weights else check_loaded_weights
         engine, dtype = self.engine, self.recipe.trainer.dtype
-        difference = check(engine.sampler, engine.model, self._prompts(), dtype)
+        nats = {"nats": check(engine.sampler, engine.model, self._prompts(), dtype)}
         if self.sends_weights:
-            return passed(name, nats=difference)
+            return CheckResult(WEIGHT_SYNC, "ok", numbers=nats)
         why = (
             "the loaded weights agree; new ones were not sent, since others may use the server: "
             "the run checks that before its first step"
         )
-        return [Finding(name, "skipped", why, {"nats": difference})]
+        return CheckResult(WEIGHT_SYNC, "skipped", why, nats)
 
-    def _scores(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
+    def _scores(
+        self, teacher: TeacherId, scorer: Scorer, name: str
+    ) -> Sequence[str] | CheckResult | None:
+        """Let a teacher score one answer of the student, which the watch sends again."""
         engine, max_tokens = self.engine, self.recipe.rollout.max_tokens
         live = given(engine.teachers).watched.get(teacher)
         if live is None:
-            return [Finding(name, "skipped", "its tape alone answers")]
+            return CheckResult(name, "skipped", "its tape alone answers")
+        problems, hidden = self._scored_by(teacher), engine.reads_hidden_states
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
-        warnings = []
-        with naming(teacher, among=self._scorers):
-            if isinstance(live, LimitedServer) and not isinstance(scorer, OwnTokenizerScorer):
-                size, by_student = engine.loss.asked_of_teacher
-                live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
-            for problem in self._scored_by(teacher)[:1]:
+        with naming_teacher(teacher, among=self._scorers):
+            if isinstance(scorer, OwnTokenizerScorer):
+                for prompt in map(engine.problems.prompt, problems[:1]):
+                    (rollout,) = engine.sampler.generate([prompt], params, seed=0)
+                    (scores,) = scorer.score(
+                        [rollout], self.recipe.loss.support_size, hidden=hidden
+                    )
+                    check_ids(scores, engine.vocab_size)
+                    self.probes[teacher] = scorer.known_request(rollout)
+                return None
+            if isinstance(live, LimitedServer):
+                live.check_room(max_tokens, *engine.loss.asked_of_teacher, hidden)
+            # A longer one is cut or dropped in the run (`on_overflow`).
+            most = max(1, (live.limits.max_model_len or engine.context) - 1 - params.max_tokens)
+            for problem in problems[:1]:
                 prompt = engine.problems.prompt(problem)
-                own = prompts_of(scorer, engine.problems)(problem)
-                if not isinstance(scorer, OwnTokenizerScorer):
-                    # A longer one is cut or dropped in the run (`on_overflow`).
-                    most = (live.limits.max_model_len or engine.context) - 1 - params.max_tokens
-                    prompt, own = prompt[: max(1, most)], own[: max(1, most)]
-                (rollout,) = engine.sampler.generate([prompt], params, seed=0)
-                if not isinstance(scorer, OwnTokenizerScorer):
-                    rollout = behind(rollout, own)
-                asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
-                (scores,) = asked.score(
-                    [rollout], self.recipe.loss.support_size, hidden=engine.reads_hidden_states
-                )
+                own = scorer.prompts.of(problem) if isinstance(scorer, OwnPromptScorer) else prompt
+                (rollout,) = engine.sampler.generate([prompt[:most]], params, seed=0)
+                rollout = behind(rollout, own[:most])
+                (scores,) = live.score([rollout], self.recipe.loss.support_size, hidden=hidden)
                 check_ids(scores, engine.vocab_size)
-                known = KnownRequest(rollout, scores, sign=starts_of(live))
-                if isinstance(scorer, OwnTokenizerScorer):
-                    known = scorer.known_request(rollout)
-                self.probes[teacher] = known
-                warnings = self._plain_prompts(teacher, live)
-        return passed(name, warnings)
+                self.probes[teacher] = KnownRequest(rollout, scores, sign=starts_of(live))
+                return self._plain_prompts(teacher, live)
+        return None
 
 
 def mean_nats(scores: Sequence[Scores]) -> tuple[float, float]:
@@ -352,13 +325,8 @@ def mean_nats(scores: Sequence[Scores]) -> tuple[float, float]:
     return -float(first.mean()), -float(others.mean()) if len(others) else 0.0
 
 
-def prompts_of(scorer: Scorer, tokenized: TokenizedProblems) -> PromptOf:
-    """Return what a teacher with the student's tokens reads of a problem."""
-    return scorer.prompts.of if isinstance(scorer, OwnPromptScorer) else tokenized.prompt
-
-
 @contextmanager
-def naming(teacher: TeacherId, among: Mapping[TeacherId, object]) -> Iterator[None]:
+def naming_teacher(teacher: TeacherId, among: Collection[TeacherId]) -> Iterator[None]:
     """Put the teacher's table in front of an error where the recipe has several teachers."""
     try:
         yield
@@ -366,6 +334,54 @@ def naming(teacher: TeacherId, among: Mapping[TeacherId, object]) -> Iterator[No
         if len(among) == 1:
             raise
         raise PreflightError(f"[{teacher.table}]: {error}") from None
+
+
+def check_texts(
+    recipe: Recipe,
+    tokenized: TokenizedProblems,
+    context: int,
+    limit: int | None,
+    policy: PolicyTeacher | None,
+    positions: int,
+) -> list[str]:
+    """Check that a run's prompts fit its context; return warnings about what a tokenizer makes.
+
+    ``limit`` is the sampler's own context, and ``positions`` are those of the student.
+    """
+    problem_set, rollout = tokenized.problem_set, recipe.rollout
+    problems, held_out = problem_set.practice, problem_set.held_out[: recipe.eval.largest]
+    if policy is not None and given(recipe.teacher).on_overflow == "error":
+        scored = [*filter(problem_set.is_scored, held_out)]
+        check_hinted_prompts(policy, problems, scored, rollout.within(context), positions)
+    prompt = tokenized.prompt
+    check_prompts("student's sampler", limit, prompt, problems, held_out, rollout)
+    return tokenized.look(rollout.trains_on_data)
+
+
+def check_scorer(
+    recipe: Recipe,
+    tokenized: TokenizedProblems,
+    teacher: TeacherId,
+    limits: Limits,
+    own_prompt: PromptOf | None,
+    vocab_size: int,
+    tokenizer: Any | None,
+) -> list[str]:
+    """Check a teacher's context, vocabulary and, where it is known, ``tokenizer``; return warnings.
+
+    ``vocab_size`` is that of the student's head. ``own_prompt`` returns what the teacher reads of a
+    problem, where that is not the student's prompt.
+    """
+    routing, problem_set = Routing.of_recipe(recipe), tokenized.problem_set
+    problems = routing.route(problem_set.practice)[teacher]
+    held_out = routing.route(problem_set.held_out[: recipe.eval.largest])[teacher]
+    rule, prompt = routing.teachers[teacher].on_overflow, own_prompt or tokenized.prompt
+    rollout = recipe.rollout
+    check_read_by_teacher(teacher, limits, rule, tokenized, prompt, problems, held_out, rollout)
+    if tokenizer is not None:
+        check_tokenizers(tokenized.tokenizer, tokenizer)
+    size, _ = recipe.loss.asked_of_teacher
+    return check_vocabularies(vocab_size, limits, len(tokenized.tokenizer), size)
 
 
 def check_routing(routing: Routing, problems: ProblemSet) -> None:
@@ -383,127 +399,6 @@ def check_objective(config: LossConfig, rollout: RolloutConfig) -> None:
                 "gradient of 0, since nothing tells a good sample from a bad one; set "
                 "rollout.student_fraction = 0 to train on the data's solutions, or with "
                 "rollout.other_source = 'teacher' on the teacher's answers."
-            )
-
-
-def check_hinted_prompts(
-    policy: PolicyTeacher,
-    problems: Sequence[Problem],
-    held_out: Sequence[Problem],
-    config: RolloutConfig,
-    positions: int,
-) -> None:
-    """Check that the longest prompt with its hint and a full response fit the context."""
-    max_tokens, limit = config.max_tokens, config.context()
-    if policy.config.hint == "sibling":  # a rollout's text, which may take all of max_tokens
-        hinted = max(len(policy.prompt(problem, "")) for problem in problems) + max_tokens
-    else:
-        hinted = max(len(policy.best_prompt(problem)) for problem in problems)
-    attempt = max_tokens if "{attempt}" in policy.config.text else 0
-    best = max((len(policy.best_prompt(problem)) for problem in held_out), default=0)
-    for kind, prompt, needed, parts in (
-        ("prompt", hinted, hinted + attempt + max_tokens, "attempt and response"),
-        ("held-out prompt", best, best + max_tokens, "a response"),
-    ):
-        lengths = (
-            f"The longest {kind} with its hint has {prompt} tokens, with {parts} up to {needed}"
-        )
-        if needed > limit:
-            raise PreflightError(
-                f"{lengths}; raise rollout.max_model_len from {limit} to {needed}, or shorten the "
-                "hint's template."
-            )
-        if needed > positions:
-            raise PreflightError(
-                f"{lengths}, and the student has only {positions} positions; shorten the hint's "
-                "template, or lower rollout.max_tokens."
-            )
-
-
-def binding(limits: Limits, rule: Rule) -> Limits:
-    """Return a teacher's limits that rollouts have to keep: a longer one may be cut or dropped."""
-    return limits if rule == "error" else replace(limits, max_model_len=None)
-
-
-def check_lengths(
-    tokenized: TokenizedProblems,
-    problems: Sequence[Problem],
-    held_out: Sequence[Problem],
-    config: RolloutConfig,
-    limits: Limits,
-    teacher: TeacherId,
-    prompt_of: PromptOf,
-) -> None:
-    """Check that prompts and completions, or the data's solutions, fit a teacher's context.
-
-    ``prompt_of`` returns what it reads of a problem.
-    """
-    limit = limits.max_model_len
-    if problems and config.trains_on_data and limit is not None:
-        longest = max(
-            len(prompt_of(problem)) + len(tokenized.solution(problem).completion_ids)
-            for problem in problems
-        )
-        if longest >= limit:
-            raise PreflightError(
-                f"The longest solution of the data has {longest} tokens with its prompt, and the "
-                f"{teacher.display} takes {limit - 1}; raise rollout.max_model_len (a server's "
-                f"--max-model-len) to {longest + 1}, set rollout.student_fraction = 1, or leave "
-                "such problems out of the data."
-            )
-    if problems or held_out:
-        check_prompts(prompt_of, problems, held_out, config, scorer=limits)
-
-
-def check_prompts(
-    prompt_of: PromptOf,
-    problems: Sequence[Problem],
-    held_out: Sequence[Problem],
-    config: RolloutConfig,
-    sampler: Limits = NO_LIMITS,
-    scorer: Limits = NO_LIMITS,
-) -> None:
-    """Check prompts to train on, and those of evaluations, as ``check_context`` does."""
-    for kind, asked in (("prompt", problems), ("held-out prompt", held_out)):
-        if asked or not (problems or held_out):
-            prompts = [prompt_of(problem) for problem in asked]
-            check_context(prompts, config.max_tokens, sampler, scorer, config.max_model_len, kind)
-
-
-def check_context(
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    sampler: Limits = NO_LIMITS,
-    scorer: Limits = NO_LIMITS,
-    raisable: int | None = 0,
-    kind: str = "prompt",
-) -> None:
-    """Check that the longest prompt and a completion fit the contexts of sampler and scorer."""
-    if not prompts:
-        raise PreflightError("There is no prompt to sample from; check [data].")
-    if min(len(ids) for ids in prompts) == 0:
-        raise PreflightError(
-            f"One of the {kind}s has no tokens; check the data and the prompt template in [data]."
-        )
-    longest = max(len(ids) for ids in prompts)
-    needed = longest + max_tokens
-    for name, limit, reserved in (
-        ("student's sampler", sampler.max_model_len, 0),
-        ("teacher's scorer", scorer.max_model_len, 1),
-    ):
-        if limit is not None and needed > limit - reserved:
-            remedy = (
-                f"raise rollout.max_model_len (a server's --max-model-len) to {needed + reserved}, "
-                "or lower rollout.max_tokens."
-            )
-            if raisable is None or limit < raisable:
-                remedy = (
-                    "that is the model's window, or a server's --max-model-len: lower "
-                    "rollout.max_tokens, or shorten the prompts ([data] prompt_chars)."
-                )
-            raise PreflightError(
-                f"The longest {kind} has {longest} tokens, with {max_tokens} new ones that is "
-                f"{needed}, and the {name} takes {limit - reserved}; {remedy}"
             )
 
 

@@ -2,41 +2,42 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.local.ahead import Ahead, Weights
-from prime_composer.local.answers import Answer, Answerer, write_answers
-from prime_composer.local.collect import Clock, Collected, Collector
-from prime_composer.local.engine import Engine
-from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.health import (
-    CollapseCheck,
-    Collapsed,
-    teachers_without_success,
-    tokens_of_no_use,
-)
-from prime_composer.local.islands.island import Island
-from prime_composer.local.opening import open_engine
-from prime_composer.local.preflight import check_routing
-from prime_composer.local.run_dir.checkpoint import (
+from prime_composer.local.ahead import Ahead
+from prime_composer.local.answers import Answerer, KeptAnswer, write_answers
+from prime_composer.local.checkpoint import (
     Checkpoint,
     CheckpointNotSaved,
     check_room,
     list_checkpoints,
+    resume_options,
     save_checkpoint,
     set_newer_aside,
     tensor_bytes,
     tidy,
 )
-from prime_composer.local.run_dir.disk import describe
-from prime_composer.local.run_dir.outcome import Outcome, RunStopped
+from prime_composer.local.collect import Clock, Collector, Weights
+from prime_composer.local.disk import describe_error
+from prime_composer.local.engine import Engine
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.islands.island import Island
+from prime_composer.local.opening import open_engine
+from prime_composer.local.outcome import Outcome, RunStopped
+from prime_composer.local.preflight import check_routing
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
 from prime_composer.local.watch import Watch, WatchFailed, open_watch
+from prime_composer.local.watch_metrics import (
+    CollapseCheck,
+    Collapsed,
+    teachers_without_success,
+    tokens_of_no_use,
+)
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
@@ -65,7 +66,7 @@ class Display(Protocol):
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """An open run."""
 
     recipe: Recipe
@@ -79,20 +80,13 @@ class Run:
     tracker: Tracker
     stop: StopRequest
     evaluations: dict[int, dict[str, float]]  # by the step that they followed
+    collector: Collector
     ahead: Ahead | None = None  # None where each batch is collected in its step
     clock: Clock = field(default_factory=Clock)  # of the step under way
     metrics: dict[str, float] = field(default_factory=dict)  # of the batch of the step under way
     abandoned: bool = False  # a signal came while the step waited for a server
     warned: set[str] = field(default_factory=set)  # of which the user was warned, each once
     island: Island | None = None  # None for a run by itself
-
-    def __post_init__(self) -> None:
-        recipe, engine, rollout = self.recipe, self.engine, self.recipe.rollout
-        if rollout.ahead:
-            self.ahead = Ahead(
-                *(rollout.ahead, recipe.trainer.steps, engine.model, engine.sampler),
-                *(self.collect_by, self.stop),
-            )
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, until a signal or ``trainer.until`` ends the run."""
@@ -116,28 +110,13 @@ class Run:
         """Return the batch of a step: collected now, or ahead by an earlier step's weights."""
         if self.ahead is None:
             now = Weights(self.student.steps, self.student.model)
-            collected = self.collect_by(step, now, self.clock)
+            collected = self.collector.collect(step, now, self.clock)
         else:
             with self.clock.phase("wait"):
                 collected = self.ahead.take(step)
             self.clock.add(collected.seconds)
         self.metrics = collected.metrics
         return collected.batch
-
-    def collect_by(self, step: int, weights: Weights, clock: Clock) -> Collected:
-        """Return the batch of a step, sampled by the weights that the sampler has.
-
-        Who is due or was lost is checked after the batch is scored and before it trains: a teacher
-        that was exchanged while it scored this batch is seen as well.
-        """
-        engine, recipe = replace(self.engine, model=weights.model), self.recipe
-        island = None if self.island is None else self.island.place
-        tables = recipe.trainer, recipe.rollout, recipe.replay
-        collector = Collector(engine, *tables, clock, island=island)
-        batch = collector.collect(step)
-        with clock.phase("checks"):
-            self.watch.check(weights.step, student=weights.model)
-        return Collected(batch, collector.metrics, clock.laps)
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
@@ -220,10 +199,10 @@ class Run:
         """Return whether a step ends with an evaluation."""
         if not self.evaluates:
             return False
-        return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
+        return is_due(step, self.recipe.eval.every, self.recipe.trainer.steps)
 
     def is_to_save(self, step: int) -> bool:
-        return step == self.recipe.trainer.steps or is_due(step, self.recipe.checkpoint.every)
+        return is_due(step, self.recipe.checkpoint.every, self.recipe.trainer.steps)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the student, and keep its first answers for the report."""
@@ -235,14 +214,14 @@ class Run:
         self.evaluations[step] = measured
         return measured
 
-    def keep(self, step: int, answers: Sequence[Answer], of: Answerer = "answers") -> None:
+    def keep(self, step: int, answers: Sequence[KeptAnswer], of: Answerer = "answers") -> None:
         """Write answers for the report, or warn that it will lack them."""
         signatures = signatures_of(self.engine.problems.problem_set.sources.values())
         try:
             write_answers(self.run_dir, step, answers, signatures, of)
         except OSError as error:  # the report lacks them, and nothing else
             self.display.status(
-                f"warning: the answers of step {step} are not kept: {describe(error)}"
+                f"warning: the answers of step {step} are not kept: {describe_error(error)}"
             )
 
     def measure_at_start(self) -> None:
@@ -329,7 +308,7 @@ class Run:
 
     def leave(self, error: Exception) -> RunStopped:
         """Save the last finished step after an error, and return the error to raise."""
-        reason = in_words(error)
+        reason = describe_error(error)
         self.close()
         # A step in doubt would push the last good checkpoint out.
         unfit = isinstance(error, CheckpointNotSaved | WatchFailed)
@@ -340,15 +319,11 @@ class Run:
                 self.save()
             except (CheckpointNotSaved, OSError) as second:
                 # Report the first error first.
-                reason += (
-                    f"; step {self.student.steps} could not be saved either: {in_words(second)}"
-                )
+                step, cause = self.student.steps, describe_error(second)
+                reason += f"; step {step} could not be saved either: {cause}"
         last_right = error.safe_step if isinstance(error, WatchFailed) else self.student.steps
-        return self.how_to_go_on(reason.rstrip("."), last_right)
-
-    def how_to_go_on(self, reason: str, last_right: int) -> RunStopped:
-        checkpoints = list_checkpoints(self.run_dir)
-        right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
+        reason = reason.rstrip(".")
+        right = [one for one in list_checkpoints(self.run_dir) if one.step <= last_right]
         if not right:
             return RunStopped(f"{reason}; no earlier step is saved", None)
         chosen = right[-1]
@@ -357,9 +332,9 @@ class Run:
             state = f"is saved in {chosen.path}, and {doubts}"
             verified = [one.step for one in right if one.step <= self.watch.safe_step]
             choice = f", or with --step {verified[-1]} from a verified one" if verified else ""
-        words = "--resume" if chosen == checkpoints[-1] else f"--resume --step {chosen.step}"
+        options = resume_options(self.run_dir, chosen.step)
         return RunStopped(
-            f"{reason}; step {chosen.step} {state}; continue with {words}{choice}", chosen
+            f"{reason}; step {chosen.step} {state}; continue with {options}{choice}", chosen
         )
 
     def outcome(self) -> Outcome:
@@ -379,7 +354,7 @@ def open_run(
     resume: Checkpoint | None = None,
     begin: Callable[[], None] | None = None,
     island: Island | None = None,
-) -> Iterator[Run]:
+) -> Iterator[TrainingRun]:
     """Open a run's models, check all that can be checked before a step, and measure the start."""
     check_routing(Routing.of_recipe(recipe), problems)
     stop = StopRequest()
@@ -429,9 +404,15 @@ def open_run(
             collapse = CollapseCheck.of_records(recipe.checks.collapse, logged)
             if resumed is not None:
                 tidy(run_dir, recipe.checkpoint.keep, kept_steps(watch, collapse, resumed))
-            run = Run(
+            place = None if island is None else island.place
+            tables, steps = (recipe.trainer, recipe.rollout, recipe.replay), recipe.trainer.steps
+            collector, ahead = Collector(engine, *tables, island=place, watch=watch), None
+            if recipe.rollout.ahead:
+                sampled_by = engine.model, engine.sampler
+                ahead = Ahead(recipe.rollout.ahead, steps, *sampled_by, collector.collect, stop)
+            run = TrainingRun(
                 *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
-                *(stop, evaluations),
+                *(stop, evaluations, collector, ahead),
                 island=island,
             )
             with closing(run):
@@ -457,15 +438,10 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
     """Return how many checkpoints are on the disk at most, while one is written."""
-    written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
+    written = sum(is_due(step, config.every, last) for step in range(done + 1, last + 1))
     return min(config.keep + 1, written + (done > 0))
 
 
-def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
-    return every > 0 and step % every == 0
-
-
-def in_words(error: Exception) -> str:
-    """Return an error's sentence; for one of the file system what, where and how much room."""
-    return describe(error) if isinstance(error, OSError) else str(error)
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return whether a step ends with what comes after the last and every ``every``; 0 is never."""
+    return step == last or (every > 0 and step % every == 0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sources(ProblemSet):
+class ProblemsAndTasks(ProblemSet):
     """Problems and tasks of a recipe that has environments by id."""
 
     by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)  # their tables
@@ -96,7 +96,7 @@ def open_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
         for problem in turn
         if problem is not None
     ]
-    return Sources(
+    return ProblemsAndTasks(
         practice,
         in_turn,
         problems.sources,

@@ -10,7 +10,6 @@ from typing import Any
 from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.model_files import read_json
 from prime_composer.backends.protocols import Rollout
-from prime_composer.backends.transformers import window
 from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -28,8 +27,6 @@ from prime_composer.problems.prompts import (
     special_tokens,
     texts_of,
 )
-from prime_composer.recipe.model import ModelConfig
-from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.step.replay import response
@@ -186,25 +183,3 @@ def _token_of(end: int | str, tokenizer: Any) -> int:
             "is one; name a text that is one token, or its id"
         )
     return ids[0]
-
-
-def context_of(
-    rollout: RolloutConfig,
-    tokenized: TokenizedProblems,
-    models: Iterable[tuple[str, ModelConfig, str]],
-    paths: Mapping[str, Path | None],
-) -> int:
-    """Return the context of a run's engines, also where the recipe sets none."""
-    if rollout.max_model_len is not None:
-        return rollout.max_model_len
-    problem_set = tokenized.problem_set
-    prompts = map(tokenized.prompt, (*problem_set.practice, *problem_set.held_out))
-    # A scorer on vLLM reads one token less.
-    needed = max(map(len, prompts), default=0) + rollout.max_tokens + 1
-    # A teacher that reads the head of a long rollout, or leaves it out, limits nobody else.
-    origins = (
-        paths.get(table) if config.model is None else config.model
-        for table, config, _ in models
-        if getattr(config, "on_overflow", "error") == "error"
-    )
-    return rollout.context(needed, [window(one) for one in origins if one is not None])

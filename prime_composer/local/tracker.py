@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.backends.errors import naming
-from prime_composer.local.run_dir.disk import describe, replace_text
+from prime_composer.local.disk import describe, replace_text
 from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.schema import LoggingConfig
 

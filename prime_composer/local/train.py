@@ -12,10 +12,10 @@ evaluate, watch, log, save. A signal finishes the step under way, unless that wa
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from prime_composer.local.checkpoint import Checkpoint
 from prime_composer.local.islands.island import Island
+from prime_composer.local.outcome import Outcome
 from prime_composer.local.run import Display, open_run
-from prime_composer.local.run_dir.checkpoint import Checkpoint
-from prime_composer.local.run_dir.outcome import Outcome
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.schema import Recipe
 

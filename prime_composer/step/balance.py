@@ -19,12 +19,12 @@ def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
 
 
 def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return what each part is of a step (``parts_of``); nothing where the step has only one.
+    """Return what each part is of a step (``part_names``); nothing where the step has only one.
 
     - ``rollout/token_share/NAME``: its share of the trained tokens.
     - ``rollout/weight_share/NAME``: the same of the weights by the loss's ``balance``.
     """
-    names = parts_of(samples)
+    names = part_names(samples)
     if len(set(names)) < 2:
         return {}
     tokens = list(map(trained_tokens, samples))
@@ -37,7 +37,7 @@ def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics
 
 
-def parts_of(samples: Sequence[Sample]) -> list[str]:
+def part_names(samples: Sequence[Sample]) -> list[str]:
     """Return the name of each sample's environment, or of the teacher that its row names."""
     return [sample.problem.teacher or sample.problem.environment for sample in samples]
 

@@ -51,7 +51,7 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class PreferencePair:
     """A preference pair: two responses to one prompt."""
 
     chosen: Sample
@@ -71,7 +71,7 @@ class Batch:
     """
 
     samples: Sequence[Sample]
-    pairs: Sequence[Pair] = ()
+    pairs: Sequence[PreferencePair] = ()
     temperature: float = 1.0
     of_teacher: bool = True
 

@@ -13,7 +13,7 @@ from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL, distillation_kl, token_mean
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.step.balance import parts_of, shares
+from prime_composer.step.balance import part_names, shares
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import Mismatch
 from prime_composer.step.replay import empty_pack, pair_inputs
@@ -25,7 +25,7 @@ class NonFiniteLoss(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MicroBatch:
+class ForwardPass:
     """Inputs of one forward, whose graph leads to the model's parameters.
 
     ``tokens`` is 0 in a micro-batch of preference pairs, and ``pairs`` in one of rollouts.
@@ -57,7 +57,7 @@ def accumulate_gradients(
     divisor = divisor_of(batch)
     loss_sum = torch.zeros(())
     averages = MetricAverages()
-    divided = len(set(parts_of(batch.samples))) > 1
+    divided = len(set(part_names(batch.samples))) > 1
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
         if mismatch is not None and micro_batch.tokens:
             mismatch.add(micro_batch.inputs)
@@ -97,12 +97,12 @@ def divisor_of(batch: Batch) -> float:
 def gradient_shares(
     model: nn.Module, loss: Objective, batch: Batch, config: TrainerConfig, step: int
 ) -> dict[str, float]:
-    """Return ``rollout/gradient_share/NAME`` of each of ``parts_of``; nothing where there is one.
+    """Return ``rollout/gradient_share/NAME`` of each of ``part_names``; nothing where there is one.
 
     With g = sum_e g_e the gradient of a step's rollouts, the share of a part is |g_e| / sum_r
     |g_r|. It takes another forward and backward pass.
     """
-    names = parts_of(batch.samples)
+    names = part_names(batch.samples)
     if len(set(names)) < 2:
         return {}
     same = setup_loss_fn(loss.config, loss.section)  # a schedule must not see the step twice
@@ -175,7 +175,7 @@ def prepare_micro_batches(
     batch: Batch,
     config: TrainerConfig,
     reference: nn.Module | None = None,
-) -> Iterator[MicroBatch]:
+) -> Iterator[ForwardPass]:
     """Run the student's forward and yield the micro-batches, rollouts first and then pairs.
 
     The grouping changes a step's gradient only by the rounding of its sums.
@@ -189,8 +189,8 @@ def prepare_micro_batches(
         if with_replay:
             inputs.replay = empty_pack(inputs)
         names = [f"rollout {i}" for i in indices]
-        parts = parts_of(samples)
-        yield MicroBatch(inputs, names, tokens=inputs.loss_mask.shape[0], parts=parts)
+        parts = part_names(samples)
+        yield ForwardPass(inputs, names, tokens=inputs.loss_mask.shape[0], parts=parts)
     if not with_replay:
         return
     lengths = [pair.length for pair in batch.pairs]
@@ -204,11 +204,11 @@ def prepare_micro_batches(
         )
         inputs = empty_inputs(pack, loss.config.support_size, loss.config.stop_ids)
         inputs.replay = pack
-        yield MicroBatch(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
+        yield ForwardPass(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
 
 
 def describe_non_finite(
-    loss: Objective, micro_batch: MicroBatch, outputs: LossOutputs, step: int
+    loss: Objective, micro_batch: ForwardPass, outputs: LossOutputs, step: int
 ) -> str:
     """Return an error message that names the sequence whose loss is NaN or infinite, alone."""
     prefix = f"step {step}: the loss {loss.config.type!r}"

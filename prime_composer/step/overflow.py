@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
+from prime_composer.backends.protocols import Rollout
 from prime_composer.step.batch import Sample
 
 Rule = Literal["error", "score_head", "drop"]  # ``[teacher] on_overflow``
@@ -22,11 +23,15 @@ def fit(sample: Sample, before: int, room: int, rule: Rule) -> Sample | None:
     end = rollout.start + room - before
     if rule == "drop" or end <= rollout.start:
         return None
-    head = replace(
+    return replace(sample, rollout=head_of(rollout, end))
+
+
+def head_of(rollout: Rollout, end: int) -> Rollout:
+    """Return the first ``end`` tokens of a rollout, as if it was cut there."""
+    return replace(
         rollout,
         token_ids=rollout.token_ids[:end],
         loss_mask=rollout.loss_mask[:end],
         inference_logprobs=rollout.inference_logprobs[:end],
         finish_reason="length",
     )
-    return replace(sample, rollout=head)

@@ -13,24 +13,24 @@ from prime_composer.contract import LossInputs, given
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import Ends, render_answer, render_prompt
 from prime_composer.problems.rows import read_rows
-from prime_composer.step.batch import Pair, Sample
+from prime_composer.step.batch import PreferencePair, Sample
 from prime_composer.step.student_forward import student_inputs
 
 
-def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
+def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[PreferencePair]:
     """Pair a correct and a wrong rollout of the same group, each once, at most ``limit`` pairs."""
-    pairs: list[Pair] = []
+    pairs: list[PreferencePair] = []
     for prompt_index in dict.fromkeys(sample.rollout.prompt_index for sample in samples):
         group = [sample for sample in samples if sample.rollout.prompt_index == prompt_index]
         correct = [sample for sample in group if sample.reward > 0]
         wrong = [sample for sample in group if sample.reward <= 0]
-        pairs += [Pair(*responses) for responses in zip(correct, wrong, strict=False)]
+        pairs += [PreferencePair(*responses) for responses in zip(correct, wrong, strict=False)]
     return pairs[:limit]
 
 
 def read_pairs(
     path: Path, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """Read the pairs of a JSONL file: objects with the strings "question", "chosen", "rejected".
 
     Where a recipe has several environments they have "environment", whose template is used.
@@ -43,7 +43,9 @@ def read_pairs(
     return pairs
 
 
-def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends) -> Pair:
+def pair_of_row(
+    row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, ends: Ends
+) -> PreferencePair:
     for key in ("question", "chosen", "rejected"):
         if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f'"{key}" must be a string that is not empty')
@@ -58,7 +60,7 @@ def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any, end
         for key in ("chosen", "rejected")
         for answer in [render_answer(problem, row[key], data, tokenizer, ends)]
     )
-    return Pair(chosen, rejected)
+    return PreferencePair(chosen, rejected)
 
 
 def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0) -> Rollout:
@@ -67,7 +69,9 @@ def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0
     return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
 
-def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:
+def pair_inputs(
+    model: nn.Module, pairs: Sequence[PreferencePair], reference: nn.Module | None
+) -> LossInputs:
     """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i."""
     responses = [
         Sample(s.rollout, s.problem) for pair in pairs for s in (pair.chosen, pair.rejected)

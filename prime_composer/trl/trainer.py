@@ -21,8 +21,8 @@ from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.config import Problem
 from prime_composer.step.batch import Sample
 from prime_composer.step.gradients import (
+    ForwardPass,
     MetricAverages,
-    MicroBatch,
     NonFiniteLoss,
     describe_non_finite,
     kl_metrics,
@@ -213,7 +213,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         tokens = own.loss_mask.shape[0]
         outputs = self.loss_fn(own)
         if not torch.isfinite(outputs.loss):
-            micro_batch = MicroBatch(own, [f"row {row}" for row in range(len(samples))], tokens)
+            micro_batch = ForwardPass(own, [f"row {row}" for row in range(len(samples))], tokens)
             step = self.state.global_step + 1
             raise NonFiniteLoss(describe_non_finite(self.loss_fn, micro_batch, outputs, step))
         return outputs.loss, tokens, outputs.metrics | kl_metrics(self.loss_fn, own)

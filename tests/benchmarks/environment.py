@@ -39,7 +39,7 @@ from prime_composer.environments.tasks import parts_of  # noqa: E402
 from prime_composer.local.collect import Clock  # noqa: E402
 from prime_composer.local.engine import Engine  # noqa: E402
 from prime_composer.local.opening import open_engine  # noqa: E402
-from prime_composer.local.sources import Sources, load_sources  # noqa: E402
+from prime_composer.local.sources import ProblemsAndTasks, load_sources  # noqa: E402
 from prime_composer.local.student import Student  # noqa: E402
 from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E402
 from prime_composer.problems.loading import ProblemSet  # noqa: E402
@@ -148,7 +148,7 @@ def measure(size: str, args: argparse.Namespace) -> None:
             }
         )
         sources = load_sources(recipe)
-        assert isinstance(sources, Sources)
+        assert isinstance(sources, ProblemsAndTasks)
         parts = parts_of(sources.practice)
         with open_engine(recipe, sources, {}, lambda text: None) as engine:
             tokenizer = engine.problems.tokenizer

@@ -35,7 +35,7 @@ from prime_composer.backends.vllm import (
 from prime_composer.local import collect  # noqa: E402
 from prime_composer.local import student as student_module  # noqa: E402
 from prime_composer.local import train as train_module  # noqa: E402
-from prime_composer.local.health import WeightCheck  # noqa: E402
+from prime_composer.local.student import WeightCheck  # noqa: E402
 from prime_composer.local.watch import Watch  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402

@@ -15,8 +15,7 @@ import pytest
 
 from prime_composer.cli.commands import main
 from prime_composer.cli.machine import choose_engine, set_environment
-from prime_composer.local.run_dir.claim import Claim, Wish, claim_run_dir
-from prime_composer.local.run_dir.lock import InUse
+from prime_composer.local.run_dir import HeldRunDir, InUse, RunRequest, claim_run_dir
 from prime_composer.recipe.loading import parse_recipe
 from tests.command import CLI, prime_rl, toml
 from tests.fork_server import ForkServer
@@ -144,11 +143,11 @@ def test_rl_without_vllm_is_refused_before_preparing(
 ) -> None:
     """Nobody waits for small models to be trained, only to read that vLLM is missing."""
     from prime_composer.cli import runs
-    from prime_composer.local.run_dir import plan
+    from prime_composer.local import requirements
 
     prepared: list[Any] = []
     monkeypatch.setattr(runs, "prepare_models", lambda *args, **kw: prepared.append(args) or {})
-    monkeypatch.setattr(plan, "find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else name)
     done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", "rollout.backend='vllm'")
     assert done.returncode == 2 and not prepared
     assert "this recipe needs vllm: pip install" in done.stderr and "[local]'" in done.stderr
@@ -348,10 +347,10 @@ def test_runs_that_start_at_once_get_separate_directories(
     recipe = parse_recipe(tiny_recipe())
     at_once = Barrier(8)
 
-    def claim(explicit: str | None) -> Claim | None:
+    def claim(explicit: str | None) -> HeldRunDir | None:
         at_once.wait()
         try:
-            return claim_run_dir(Wish(recipe, Path("r.toml"), explicit))
+            return claim_run_dir(RunRequest(recipe, Path("r.toml"), explicit))
         except InUse as error:
             assert f"process {os.getpid()} on " in str(error)
             return None

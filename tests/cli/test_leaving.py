@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shlex
 import signal
 import subprocess
@@ -18,13 +17,12 @@ import pytest
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
 from prime_composer.cli.progress import Screen
-from prime_composer.cli.runs import line_to_resume
 from prime_composer.cli.study_file import StudyRun
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.checkpoint import list_checkpoints, resume_options
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.step.batch import Batch
-from tests.command import CLI, numbers, prime_rl, toml
+from tests.command import CLI, prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.fork_server import Fork, ForkServer
 
@@ -101,16 +99,16 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let step 2 fail before it trains."""
-    from prime_composer.local.run import Run
+    from prime_composer.local.run import TrainingRun
 
-    update = Run.update
+    update = TrainingRun.update
 
-    def fail(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    def fail(run: TrainingRun, batch: Batch, step: int) -> dict[str, float]:
         if step == 2:
             raise ValueError("the teacher is gone")
         return update(run, batch, step)
 
-    monkeypatch.setattr(Run, "update", fail)
+    monkeypatch.setattr(TrainingRun, "update", fail)
 
 
 @pytest.mark.parametrize("end", [interrupted, failing], ids=["ctrl-c", "error"])
@@ -143,10 +141,8 @@ def test_line_of_a_stopped_run_can_be_pasted(
 def test_line_names_the_step_where_it_is_not_the_newest(tmp_path: Path) -> None:
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
-    assert line_to_resume(tmp_path, tmp_path, "prime-rl rl", 2).endswith(f"{tmp_path} --resume")
-    assert line_to_resume(tmp_path, tmp_path, "prime-rl rl", 1).endswith(
-        f"{tmp_path} --resume --step 1"
-    )
+    assert resume_options(tmp_path, 2) == "--resume"
+    assert resume_options(tmp_path, 1) == "--resume --step 1"
 
 
 @pytest.mark.slow
@@ -187,41 +183,6 @@ def test_signal_before_the_first_step_leaves_the_name_free(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", [False, True])
-def test_killed_before_its_first_checkpoint_the_same_command_works(
-    resume: bool, tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    path = tmp_path / "late.toml"
-    path.write_text(toml(tiny_recipe(trainer__steps=30, checkpoint__every=0)))
-    words = ("rl", "--config", path, *["--resume"] * resume)
-    with start(*words[:3], cwd=tmp_path) as process:
-        wait_for(lambda: steps_logged(tmp_path / "outputs" / "late") > 2, process)
-        process.kill()
-        process.communicate()
-    done = prime_rl(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "ended before its first checkpoint; starting over" in done.stdout
-    assert not (tmp_path / "outputs" / "late-2").exists()
-    prime_rl(*words[:3], "--output-dir", "whole", cwd=tmp_path, check=True)
-    assert numbers(tmp_path / "outputs" / "late") == numbers(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_second_process_in_a_run_is_refused(long_file: Path, tmp_path: Path) -> None:
-    """The refusal names the first one, which goes on and ends as it would have."""
-    words = ("rl", "--config", long_file, "--output-dir", "run")
-    with start(*words, cwd=tmp_path) as process:
-        wait_for(lambda: steps_logged(tmp_path / "run") > 1, process)
-        for option in ((), ("--resume",), ("--overwrite",), ("--dry-run",)):
-            done = prime_rl(*words, *option, cwd=tmp_path)
-            assert done.returncode == 2 and f"in use by process {process.pid} on" in done.stderr
-        process.terminate()
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
-        process.communicate()
-    assert len(list_checkpoints(tmp_path / "run")) == 1
-
-
-@pytest.mark.slow
 def test_run_in_an_ascii_terminal_with_a_wrong_backend_finishes(
     tiny_file: Path,
     tmp_path: Path,
@@ -247,27 +208,6 @@ def test_run_whose_reader_leaves_finishes(tiny_file: Path, tmp_path: Path) -> No
         assert process.stderr.read() == "" and process.wait(timeout=240) == 0
         process.stdout = None
     assert steps_logged(tmp_path / "run") == 4 and (tmp_path / "run" / "report.png").exists()
-
-
-@pytest.mark.slow
-def test_run_that_may_not_write_large_files_says_so(
-    tiny_file: Path,
-    tmp_path: Path,
-) -> None:
-    """The limit stands for a full disk or a quota: the file of the optimizer does not fit."""
-    prime_rl("prepare", "--config", tiny_file, check=True)
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-    words = ("rl", "--config", tiny_file, "--output-dir", "run")
-    with start(*words, cwd=tmp_path, preexec_fn=limit) as process:
-        _, err = process.communicate(timeout=240)
-    assert process.returncode == 2 and "Traceback" not in err
-    assert "the checkpoint of step 2 could not be saved in run/checkpoints" in err
-    assert "File too large" in err and "no earlier step is saved" in err
-    done = prime_rl(*words, cwd=tmp_path)
-    assert done.returncode == 0 and "starting over" in done.stdout
 
 
 @pytest.mark.parametrize(

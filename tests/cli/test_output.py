@@ -22,7 +22,7 @@ from rich.progress import TextColumn
 from prime_composer.cli import figures, report
 from prime_composer.cli.figures import draw_report, new_figure
 from prime_composer.cli.output import forgiving_output
-from prime_composer.cli.progress import Screen, describe
+from prime_composer.cli.progress import Screen, step_line
 from prime_composer.cli.report import console, print_outcome, print_report
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
@@ -307,8 +307,8 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     whole = {"eval/accuracy": 0.5, "eval/reverse_kl": 4.23}
     some = whole | {"eval/reverse_kl": 3.95, "eval/kl_ids": 32.0}
     speed = {"loss": 1.0, "tokens_per_second": 9.0}
-    assert "KL on 32 ids + tail 3.950" in describe(some | speed)
-    assert "reverse KL 4.230" in describe(whole | speed)
+    assert "KL on 32 ids + tail 3.950" in step_line(some | speed)
+    assert "reverse KL 4.230" in step_line(whole | speed)
     print_outcome({0: some, 4: some}, 4, parse_recipe(TINY_RECIPE))
     assert "KL on 32 ids + tail (nats/token)" in capsys.readouterr().out
     folders = [

@@ -13,8 +13,8 @@ import pytest
 
 from prime_composer.cli import probe as command
 from prime_composer.cli.commands import main
+from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
-from prime_composer.local.run_dir import plan as plan_module
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -181,7 +181,7 @@ def test_probe_makes_the_checks_of_a_dry_run(
     def refuse(*_: Any) -> None:
         raise ImportError("wandb is not installed: pip install wandb")
 
-    monkeypatch.setattr(plan_module, "import_wandb", refuse)
+    monkeypatch.setattr(requirements, "import_wandb", refuse)
     raw = tiny_recipe(logging={"tensorboard": False, "wandb": {"project": "p"}})
     done = cli(raw, "--json")
     report = json.loads(done.stdout)

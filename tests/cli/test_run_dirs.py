@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local.run_dir import checkpoint as checkpoint_module
-from prime_composer.local.run_dir.checkpoint import DamagedCheckpoint, list_checkpoints
-from prime_composer.local.run_dir.claim import (
-    Claim,
-    RunDir,
-    Wish,
-    choose_run_dir,
-    claim_run_dir,
-)
-from prime_composer.local.run_dir.lock import InUse, RunLock
-from prime_composer.local.run_dir.recipe_file import (
+from prime_composer.local import checkpoint as checkpoint_module
+from prime_composer.local.checkpoint import DamagedCheckpoint, list_checkpoints
+from prime_composer.local.recipe_file import (
     _why_not_other_steps,
     check_continues,
     write_recipe,
+)
+from prime_composer.local.run_dir import (
+    HeldRunDir,
+    InUse,
+    RunDir,
+    RunRequest,
+    choose_run_dir,
+    claim_run_dir,
+    lock_run_dir,
 )
 from prime_composer.local.student import lr_factor
 from prime_composer.recipe.loading import parse_recipe
@@ -43,16 +44,18 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def wish(tiny_recipe: Raw) -> Callable[..., Wish]:
+def wish(tiny_recipe: Raw) -> Callable[..., RunRequest]:
     """Return what a user asks for; ``section__key`` changes the recipe."""
 
     def make(output_dir: str | None = "run", changes: dict[str, Any] | None = None, **how: Any):
-        return Wish(parse_recipe(tiny_recipe(**changes or {})), Path("r.toml"), output_dir, **how)
+        return RunRequest(
+            parse_recipe(tiny_recipe(**changes or {})), Path("r.toml"), output_dir, **how
+        )
 
     return make
 
 
-def begin(wish: Wish) -> Path:
+def begin(wish: RunRequest) -> Path:
     """Start a run that ends before its first checkpoint: it leaves what a kill would leave."""
     with claim_run_dir(wish) as claim:
         (claim.path / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -62,14 +65,14 @@ def begin(wish: Wish) -> Path:
     return claim.path
 
 
-def finish(wish: Wish, *steps: int) -> Path:
+def finish(wish: RunRequest, *steps: int) -> Path:
     """Leave a run with checkpoints."""
     with claim_run_dir(wish) as claim:
         save(claim.path, *steps)
     return claim.path
 
 
-def refusal(wish: Wish) -> str:
+def refusal(wish: RunRequest) -> str:
     """Return why a directory is refused, and check that nothing in it was touched."""
 
     def contents() -> dict[Path, bytes | None]:
@@ -86,7 +89,7 @@ def refusal(wish: Wish) -> str:
     return str(caught.value)
 
 
-def over_again(claim: Claim) -> bool:
+def over_again(claim: HeldRunDir) -> bool:
     """Begin the claimed run, and return whether an earlier start was cleared away."""
     with claim:
         assert "starting over" in claim.run_dir.describe()
@@ -98,7 +101,7 @@ def over_again(claim: Claim) -> bool:
 @pytest.mark.parametrize("output_dir", ["run", None])
 @pytest.mark.parametrize("resume", [False, True])
 def test_early_start_is_no_run_and_starts_over(
-    resume: bool, output_dir: str | None, wish: Callable[..., Wish]
+    resume: bool, output_dir: str | None, wish: Callable[..., RunRequest]
 ) -> None:
     """The command that was killed before its first checkpoint works again as it is."""
     path = begin(wish(output_dir, resume=False))
@@ -108,7 +111,7 @@ def test_early_start_is_no_run_and_starts_over(
     assert over_again(claim)
 
 
-def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., Wish]) -> None:
+def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., RunRequest]) -> None:
     """A start that fails in its checks deletes nothing."""
     path = begin(wish())
     with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
@@ -118,7 +121,7 @@ def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., Wish]
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_start_killed_before_its_recipe_starts_over(
-    resume: bool, wish: Callable[..., Wish]
+    resume: bool, wish: Callable[..., RunRequest]
 ) -> None:
     Path("run").mkdir()
     Path("run/.lock").touch()
@@ -128,7 +131,7 @@ def test_start_killed_before_its_recipe_starts_over(
         assert json.loads((claim.path / "recipe.json").read_text())["trainer"]["steps"] == 4
 
 
-def test_early_start_of_another_recipe_is_refused(wish: Callable[..., Wish]) -> None:
+def test_early_start_of_another_recipe_is_refused(wish: Callable[..., RunRequest]) -> None:
     begin(wish())
     other = {"trainer__lr": 0.5}
     assert "exists and is not empty" in refusal(wish(changes=other))
@@ -140,14 +143,16 @@ def test_early_start_of_another_recipe_is_refused(wish: Callable[..., Wish]) -> 
 
 
 @pytest.mark.parametrize("foreign", ["thesis.txt", "checkpoints/best", "tensorboard/notes.txt"])
-def test_early_start_with_foreign_files_is_refused(foreign: str, wish: Callable[..., Wish]) -> None:
+def test_early_start_with_foreign_files_is_refused(
+    foreign: str, wish: Callable[..., RunRequest]
+) -> None:
     path = begin(wish())
     (path / foreign).write_text("mine")
     assert "exists and is not empty" in refusal(wish())
     assert f"other files ({foreign})" in refusal(wish(resume=True))
 
 
-def test_new_directory_is_removed_where_nothing_ran(wish: Callable[..., Wish]) -> None:
+def test_new_directory_is_removed_where_nothing_ran(wish: Callable[..., RunRequest]) -> None:
     with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
         raise ZeroDivisionError
     assert not Path("run").exists()
@@ -157,7 +162,7 @@ def test_new_directory_is_removed_where_nothing_ran(wish: Callable[..., Wish]) -
     assert not list(Path("run").iterdir())
 
 
-def test_run_in_use_is_refused_and_its_number_skipped(wish: Callable[..., Wish]) -> None:
+def test_run_in_use_is_refused_and_its_number_skipped(wish: Callable[..., RunRequest]) -> None:
     with claim_run_dir(wish(None)) as claim:
         assert claim.path == Path("outputs/r")
         for how in ({"resume": True}, {"overwrite": True}):
@@ -167,7 +172,7 @@ def test_run_in_use_is_refused_and_its_number_skipped(wish: Callable[..., Wish])
             assert second.path == Path("outputs/r-2")
 
 
-def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., Wish]) -> None:
+def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., RunRequest]) -> None:
     """Files that a run does not write stay, and W&B's folder, which may wait for its upload."""
     path = finish(wish(), 2, 4)
     for name in ("report.png", "wandb_run_id.txt", "thesis.txt", "checkpoints/notes.txt"):
@@ -185,7 +190,9 @@ def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., W
     }
 
 
-def test_overwrite_leaves_a_directory_without_a_recipe_alone(wish: Callable[..., Wish]) -> None:
+def test_overwrite_leaves_a_directory_without_a_recipe_alone(
+    wish: Callable[..., RunRequest],
+) -> None:
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text("mine")
     assert "holds no recipe.json, so it is no run" in refusal(wish(overwrite=True))
@@ -194,7 +201,7 @@ def test_overwrite_leaves_a_directory_without_a_recipe_alone(wish: Callable[...,
 
 
 def test_overwrite_clears_links_and_not_what_they_point_to(
-    tmp_path: Path, wish: Callable[..., Wish]
+    tmp_path: Path, wish: Callable[..., RunRequest]
 ) -> None:
     path = finish(wish(), 2)
     outside = tmp_path / "outside"
@@ -208,7 +215,7 @@ def test_overwrite_clears_links_and_not_what_they_point_to(
     assert not (path / "checkpoints").exists()
 
 
-def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., Wish]) -> None:
+def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., RunRequest]) -> None:
     finish(wish(), 2, 3)
     for step, taken in ((None, 3), (2, 2)):
         run_dir = choose_run_dir(wish(resume=True, step=step))
@@ -217,7 +224,7 @@ def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., Wish]) ->
     assert "no checkpoint of step 4; it has 2, 3" in refusal(wish(resume=True, step=4))
 
 
-def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., Wish]) -> None:
+def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., RunRequest]) -> None:
     recipe = finish(wish(), 2) / "recipe.json"
     for damaged in (recipe.read_text()[:100], 100_000 * "["):
         recipe.write_text(damaged)
@@ -237,14 +244,14 @@ ALLOWED = {
 
 @pytest.mark.parametrize("section", ALLOWED)
 def test_resume_allows_what_no_number_depends_on(
-    section: str, tiny_recipe: Raw, wish: Callable[..., Wish]
+    section: str, tiny_recipe: Raw, wish: Callable[..., RunRequest]
 ) -> None:
     finish(wish(), 2)
     table = {**tiny_recipe().get(section, {}), **ALLOWED[section]}
     assert choose_run_dir(wish(changes={section: table}, resume=True)).note == ""
 
 
-def test_resume_fills_in_keys_that_are_new_since(wish: Callable[..., Wish]) -> None:
+def test_resume_fills_in_keys_that_are_new_since(wish: Callable[..., RunRequest]) -> None:
     """A recipe.json of before ``[checks]`` is that of the same run."""
     path = finish(wish(), 2) / "recipe.json"
     tables = json.loads(path.read_text())
@@ -254,7 +261,7 @@ def test_resume_fills_in_keys_that_are_new_since(wish: Callable[..., Wish]) -> N
 
 
 def test_resume_compares_urls_without_their_passwords(
-    tiny_recipe: Raw, wish: Callable[..., Wish]
+    tiny_recipe: Raw, wish: Callable[..., RunRequest]
 ) -> None:
     def with_url(url: str) -> dict[str, Any]:
         teacher = {key: value for key, value in tiny_recipe()["teacher"].items() if key != "url"}
@@ -279,7 +286,7 @@ def served(recipe: dict[str, Any], url: str, dtype: str | None = None) -> dict[s
     }
 
 
-def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., Wish]) -> None:
+def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., RunRequest]) -> None:
     """The first answers of a resumed run prove that the same models are there."""
     path = finish(wish(changes=served(tiny_recipe(), "http://a:1")), 2)
     moved = served(tiny_recipe(), "http://b:2", "bfloat16")
@@ -295,7 +302,7 @@ def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., Wis
 
 
 def test_resume_keeps_the_dtype_of_an_own_teacher(
-    tiny_recipe: Raw, wish: Callable[..., Wish]
+    tiny_recipe: Raw, wish: Callable[..., RunRequest]
 ) -> None:
     """Here the dtype is that of the weights, and so of the numbers that are trained on."""
     finish(wish(), 2)
@@ -304,7 +311,7 @@ def test_resume_keeps_the_dtype_of_an_own_teacher(
 
 
 def test_claim_of_a_resumed_run_reads_its_checkpoint_once(
-    wish: Callable[..., Wish], monkeypatch: pytest.MonkeyPatch
+    wish: Callable[..., RunRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of many gigabytes are hashed once, by the process that holds the directory."""
     finish(wish(), 1, 2)
@@ -324,7 +331,7 @@ def test_claim_of_a_resumed_run_reads_its_checkpoint_once(
 LONGER = {"trainer__schedule": "constant", "trainer__steps": 4}
 
 
-def test_finished_run_with_a_constant_rate_gets_more_steps(wish: Callable[..., Wish]) -> None:
+def test_finished_run_with_a_constant_rate_gets_more_steps(wish: Callable[..., RunRequest]) -> None:
     finish(wish(changes=LONGER), 2, 4)
     claim = claim_run_dir(wish(changes=LONGER | {"trainer__steps": 9}, resume=True))
     with claim:
@@ -335,7 +342,9 @@ def test_finished_run_with_a_constant_rate_gets_more_steps(wish: Callable[..., W
     assert "trainer.steps = 3, and 4 steps are done already" in message
 
 
-def test_more_steps_on_a_decaying_rate_say_what_would_change(wish: Callable[..., Wish]) -> None:
+def test_more_steps_on_a_decaying_rate_say_what_would_change(
+    wish: Callable[..., RunRequest],
+) -> None:
     finish(wish(), 2, 4)
     message = refusal(wish(changes={"trainer__steps": 7}, resume=True))
     assert "trainer.steps = 7 instead of 4 would change steps that are done" in message
@@ -361,7 +370,7 @@ def test_other_steps_are_refused_where_a_done_rate_would_change(
 
 
 def test_read_only_place_is_named_before_anything_runs(
-    wish: Callable[..., Wish], monkeypatch: pytest.MonkeyPatch
+    wish: Callable[..., RunRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write everywhere, so that the answer of the system is made up."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -373,7 +382,7 @@ def test_read_only_place_is_named_before_anything_runs(
         choose_run_dir(wish("/dev/null/run"))
 
 
-def test_recipe_is_written_at_once(wish: Callable[..., Wish], tmp_path: Path) -> None:
+def test_recipe_is_written_at_once(wish: Callable[..., RunRequest], tmp_path: Path) -> None:
     """A crash in the middle of writing leaves the old recipe, never half of a new one."""
     before = wish(changes={"trainer__lr": 0.5}).tables
     write_recipe(tmp_path, before)
@@ -384,9 +393,9 @@ def test_recipe_is_written_at_once(wish: Callable[..., Wish], tmp_path: Path) ->
     assert json.loads((tmp_path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
 
 
-def test_dry_run_looks_at_the_lock_and_writes_none(wish: Callable[..., Wish]) -> None:
+def test_dry_run_looks_at_the_lock_and_writes_none(wish: Callable[..., RunRequest]) -> None:
     path = finish(wish(), 2)
-    lock = RunLock(path)
+    lock = lock_run_dir(path)
     with pytest.raises(InUse):
         choose_run_dir(wish(resume=True))
     lock.release()

@@ -15,12 +15,12 @@ from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.environments.tasks import Task
 from prime_composer.local import collect as collecting
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import conversation_room, open_engine
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.outcome import RunStopped
-from prime_composer.local.sources import Sources, load_sources
+from prime_composer.local.outcome import RunStopped
+from prime_composer.local.sources import ProblemsAndTasks, load_sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.train import train
 from prime_composer.recipe.loading import parse_recipe
@@ -58,10 +58,10 @@ def test_play_failed_rollout_is_no_part_of_its_group() -> None:
     tasks = [Task("?", "", "talk", index=index) for index in range(2)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
     engine = engine_of(outcomes)
-    played = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
-    assert [one.reward for one in played.samples] == [3.0, 5.0]
-    assert [one.advantage for one in played.samples] == [-1.0, 1.0]
-    assert played.metrics["rollout/failed"] == pytest.approx(4 / 6)
+    samples, metrics = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+    assert [one.reward for one in samples] == [3.0, 5.0]
+    assert [one.advantage for one in samples] == [-1.0, 1.0]
+    assert metrics["rollout/failed"] == pytest.approx(4 / 6)
     outcomes[:] = [Failure("broken")] * 6
     with pytest.raises(EnvironmentFailed, match=r"step 1: every rollout failed.*broken"):
         collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
@@ -81,7 +81,7 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     tasks = [Task("?", "", "talk", index=index) for index in range(4)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
-    engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
+    engine.problems = TokenizedProblems(ProblemsAndTasks([], tasks, {}), None)
     measured = Evaluator(engine, EvalConfig(), 8, 64).student()
     counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
@@ -450,7 +450,7 @@ def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> Non
         "asked": {**talk, "use": "eval", "args": {"tasks": 2}},
     }
     sources = load_sources(parse_recipe(own))
-    assert isinstance(sources, Sources)
+    assert isinstance(sources, ProblemsAndTasks)
     assert [task.environment for task in sources.practice] == ["learnt"] * 3
     assert [task.environment for task in sources.held_out] == ["asked"] * 2
 

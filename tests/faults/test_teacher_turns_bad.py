@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from prime_composer.backends.http import ServerError
-from prime_composer.local.run_dir.checkpoint import Checkpoint
-from prime_composer.local.run_dir.outcome import RunStopped
+from prime_composer.local.checkpoint import Checkpoint
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.train import train
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe

@@ -16,7 +16,7 @@ from typing import Any
 
 from prime_composer.cli.commands import main
 from prime_composer.local.islands import island, join, outer
-from prime_composer.local.run import Run
+from prime_composer.local.run import TrainingRun
 
 
 def die() -> None:
@@ -26,9 +26,9 @@ def die() -> None:
 def disturb(plan: dict[str, Any]) -> None:
     """Patch the package as the plan says."""
     join.HEARTBEAT_MS, join.JOIN_MS, join.PAUSES = 1500, 800, {"joining": 0.2, "running": 0.4}
-    update, end_step = Run.update, Run.end_step
+    update, end_step = TrainingRun.update, TrainingRun.end_step
 
-    def slow_update(self: Run, batch: Any, step: int) -> dict[str, float]:
+    def slow_update(self: TrainingRun, batch: Any, step: int) -> dict[str, float]:
         print(f"update {step}", flush=True)
         time.sleep(plan.get("slow", 0.0))
         gate = plan.get("gate", {"step": 0})
@@ -40,15 +40,15 @@ def disturb(plan: dict[str, Any]) -> None:
             )
         return update(self, batch, step)
 
-    def last_end_step(self: Run, step: int, *rest: Any) -> None:
+    def last_end_step(self: TrainingRun, step: int, *rest: Any) -> None:
         end_step(self, step, *rest)
         if self.island is not None and self.island.is_outer(step):
-            digest = island.digest_of(self.student.trained)
+            digest = island.tensors_digest(self.student.trained)
             print(f"after {step}: step {self.student.steps} {digest}", flush=True)
         if step == plan.get("kill_after"):
             die()
 
-    Run.update, Run.end_step = slow_update, last_end_step
+    TrainingRun.update, TrainingRun.end_step = slow_update, last_end_step
     if "proxy" in plan:
         os.environ["http_proxy"] = plan["proxy"]
     manager = outer.import_torchft().Manager

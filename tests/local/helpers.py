@@ -13,10 +13,11 @@ from torch import Tensor
 from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.collect import Clock, Collector, Weights
 from prime_composer.local.engine import Engine
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.outcome import Outcome
+from prime_composer.local.opening import open_engine
+from prime_composer.local.outcome import Outcome
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set
@@ -56,12 +57,12 @@ class Silent:
 
 
 def collect(
-    engine: Engine, recipe: Recipe, step: int, clock: Clock
+    engine: Engine, recipe: Recipe, step: int, clock: Clock | None = None
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch of a step as a run collects it, and what was measured."""
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
-    samples = collector.grade(collector.sample(collector.problems(step), step))
-    return collector.score(samples, step), collector.metrics
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay)
+    collected = collector.collect(step, Weights(step - 1, engine.model), clock or Clock())
+    return collected.batch, collected.metrics
 
 
 class Letters:
@@ -85,6 +86,18 @@ def run(
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
     return train(recipe, problems, paths, run_dir, display or Silent(), resume=checkpoint)
+
+
+def opened(raw: dict[str, Any], **how: Any) -> Engine:
+    """Return the open models of a recipe given as tables."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None, **how)
+
+
+def open_run(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
+    """Return a recipe given as tables, and its open models."""
+    return parse_recipe(raw), opened(raw)
 
 
 def copy_first_half(whole: Path, cut: Path) -> None:

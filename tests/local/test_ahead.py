@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from prime_composer.backends.errors import check_wanted
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.collect import Collector
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.outcome import RunStopped
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.sources import load_sources
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
@@ -28,7 +28,7 @@ from prime_composer.local.watch import WatchFailed
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
-from tests.local.helpers import Silent, run, weights
+from tests.local.helpers import Silent, collect, run, weights
 from tests.studies.beside import Beside
 
 Raw = Callable[..., dict[str, Any]]
@@ -67,12 +67,8 @@ def one_after_the_other(
         for step in range(1, recipe.trainer.steps + 1):
             old = weights[max(step - 1 - behind, resumed if step > resumed else 0)]
             engine.sampler.update_weights(old)
-            then = replace(engine, model=old)
-            tables = recipe.trainer, recipe.rollout, recipe.replay
-            collector = Collector(then, *tables, Clock())
-            samples = collector.grade(collector.sample(collector.problems(step), step))
-            batch = collector.score(samples, step)
-            row = collector.metrics | student.update(batch, step)
+            batch, metrics = collect(replace(engine, model=old), recipe, step)
+            row = metrics | student.update(batch, step)
             weights.append(copy.deepcopy(engine.model))
             if step % recipe.eval.every == 0 or step == recipe.trainer.steps:
                 engine.sampler.update_weights(engine.model)

@@ -12,8 +12,8 @@ from torch import nn
 from prime_composer.backends.cpu_guard import use_threads
 from prime_composer.backends.errors import NotWanted, check_wanted
 from prime_composer.backends.protocols import Limits
-from prime_composer.local.ahead import Ahead, Weights
-from prime_composer.local.collect import Clock, Collected
+from prime_composer.local.ahead import Ahead
+from prime_composer.local.collect import Clock, Collected, Weights
 from prime_composer.local.signals import StepAbandoned, StopRequest
 from prime_composer.step.batch import Batch
 
@@ -82,7 +82,7 @@ class Trainer:
 
     def batch(self, step: int) -> dict[str, float]:
         """Return what a batch that was begun has."""
-        return self.ahead._pending[step].collected.result().metrics
+        return self.ahead._pending[step].result().metrics
 
 
 def rows(steps: int, first: int = 1, done: int = 0) -> list[tuple[float, float, float]]:
@@ -119,7 +119,7 @@ def test_error_is_that_of_the_step_that_needs_the_batch() -> None:
         with pytest.raises(ValueError, match="^the teacher is away$"):
             trainer.ahead.take(3)
         trainer.ahead.settle()
-        assert trainer.batch(4) == {"step": 4, "at": 1}
+        assert trainer.batch(4) == {"step": 4, "at": 1, "rollout/staleness": 2}
 
 
 def test_weights_that_were_not_taken_are_sent_again() -> None:
@@ -129,7 +129,7 @@ def test_weights_that_were_not_taken_are_sent_again() -> None:
             trainer.ahead.take(1)
         trainer.ahead.settle()
         assert trainer.sampler.sent == [("ahead", 0.0), ("ahead", 0.0)]
-        assert trainer.batch(2) == {"step": 2, "at": 0}
+        assert trainer.batch(2) == {"step": 2, "at": 0, "rollout/staleness": 1}
 
 
 def test_sampler_gets_the_weights_of_a_step_once() -> None:
@@ -167,8 +167,7 @@ def test_signal_gives_up_the_wait_for_a_server_alone() -> None:
         with pytest.raises(StepAbandoned):
             trainer.ahead.take(1)
         assert asked.is_set() and trainer.stop.background_waits
-    assert trainer.ahead._pending[1].collected.exception() is not None
-    assert isinstance(trainer.ahead._pending[1].collected.exception(), NotWanted)
+    assert isinstance(trainer.ahead._pending[1].exception(), NotWanted)
     assert not trainer.stop.waiting
 
 

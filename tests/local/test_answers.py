@@ -10,7 +10,7 @@ import pytest
 from prime_composer.cli.commands import main
 from prime_composer.cli.report import print_answers, shown
 from prime_composer.local import run as run_module
-from prime_composer.local.answers import ANSWERS_FILE, Answer, read_answers, write_answers
+from prime_composer.local.answers import ANSWERS_FILE, KeptAnswer, read_answers, write_answers
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -19,8 +19,8 @@ from tests.local.helpers import Silent, run
 Raw = Callable[..., dict[str, Any]]
 
 
-def answer(text: str, question: str = "What is 2 + 3?", correct: bool = False) -> Answer:
-    return Answer(question, "#### 5", text, correct)
+def answer(text: str, question: str = "What is 2 + 3?", correct: bool = False) -> KeptAnswer:
+    return KeptAnswer(question, "#### 5", text, correct)
 
 
 def printed(run_dir: Path, steps: list[int], capsys: pytest.CaptureFixture[str]) -> str:
@@ -121,9 +121,9 @@ def test_answers_to_conversations_are_matched_by_place(
         4: ["it is red after", "it is blue after"],
     }
     for step, texts in said.items():
-        answers = [Answer("And why?", "", text, None, place=n) for n, text in enumerate(texts)]
+        answers = [KeptAnswer("And why?", "", text, None, place=n) for n, text in enumerate(texts)]
         write_answers(tmp_path, step, answers)
-    of_teacher = [Answer("And why?", "", "it is blue of course", None, place=1)]
+    of_teacher = [KeptAnswer("And why?", "", "it is blue of course", None, place=1)]
     write_answers(tmp_path, 0, of_teacher, of="teacher")
     words = [" ".join(line.split()) for line in printed(tmp_path, [0, 4], capsys).splitlines()]
     assert [line for line in words if "it is" in line or line.startswith("question")] == [
@@ -141,7 +141,7 @@ def test_answers_without_a_metric_have_no_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (0, 4):
-        write_answers(tmp_path, step, [Answer("What?", "", f"said at {step}", None)])
+        write_answers(tmp_path, step, [KeptAnswer("What?", "", f"said at {step}", None)])
     out = printed(tmp_path, [0, 4], capsys)
     assert "said at 0" in out and "said at 4" in out
     assert not [word for word in ("correct", "wrong", "reference") if word in out]

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from prime_composer.backends import errors
-from prime_composer.local.run_dir import checkpoint as module
-from prime_composer.local.run_dir import disk
-from prime_composer.local.run_dir.checkpoint import (
+from prime_composer.local import checkpoint as module
+from prime_composer.local import disk
+from prime_composer.local.checkpoint import (
     CheckpointNotSaved,
     DamagedCheckpoint,
     check_room,
@@ -26,7 +26,7 @@ from prime_composer.local.run_dir.checkpoint import (
     tensor_bytes,
     whole_checkpoint,
 )
-from prime_composer.local.run_dir.disk import NoRoom
+from prime_composer.local.disk import NoRoom
 
 WEIGHTS = "model.safetensors"
 
@@ -205,21 +205,17 @@ def test_file_that_is_not_loaded_is_ignored(name: str, tmp_path: Path) -> None:
 
 
 def test_save_checkpoint_keeps_the_newest_verified_one(tmp_path: Path) -> None:
-    """One step at least can be continued from without doubt, whatever ``keep`` is."""
-    save(tmp_path, 1, 2, keep=9)
-    for step in (3, 4):
-        save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, kept=[2])
-    assert steps_of(tmp_path) == [2, 4]
-    save(tmp_path, 5, keep=1)
-    assert steps_of(tmp_path) == [5]
-
-
-def test_save_checkpoint_keeps_one_of_each_demand(tmp_path: Path) -> None:
-    """The last verified step and the last healthy one may be two; a third is in nobody's way."""
+    """That up to each step that is asked for, whatever ``keep`` is; tidying does the same."""
     save(tmp_path, 1, 2, 3, keep=9)
-    for step in (4, 5):
+    shutil.copytree(folder_of(tmp_path, 3), folder_of(tmp_path, 1).with_name("step_000001.tmp"))
+    module.tidy(tmp_path, keep=1, kept=[1])  # a killed save left one too many, and half of one
+    assert steps_of(tmp_path) == [1, 3] and len(list((tmp_path / "checkpoints").iterdir())) == 2
+    module.tidy(tmp_path / "none", keep=1)
+    for step in (4, 5):  # a third demand is in nobody's way
         save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, kept=[3, 1, 0])
     assert steps_of(tmp_path) == [1, 3, 5]
+    save(tmp_path, 6, keep=1)
+    assert steps_of(tmp_path) == [6]
 
 
 def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
@@ -271,7 +267,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from tests.local.test_checkpoint import Model, Tokenizer, save
-from prime_composer.local.run_dir.checkpoint import save_checkpoint
+from prime_composer.local.checkpoint import save_checkpoint
 import torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 big = {"optimizer": torch.zeros(10_000)}
@@ -372,56 +368,25 @@ def test_leftover_that_cannot_be_removed_stays(
     }  # fmt: skip
 
 
-def test_check_room_leaves_out_newer_checkpoints(
+def test_check_room_counts_the_checkpoints_that_will_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 40 bytes in steps 1 and 3 each, a run that continues from step 1 sets those of 3 aside."""
+    """250 bytes are free and 40 in steps 1 and 3 each. A run from step 1 sets step 3 aside."""
     for step in (1, 3):
         folder_of(tmp_path, step).mkdir(parents=True)
         (folder_of(tmp_path, step) / "w").write_bytes(bytes(40))
     monkeypatch.setattr(
         disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(999, 1, 250)
     )
-    check_room(tmp_path, 145, 2, resumed=1)
-    check_room(tmp_path, 165, 2, resumed=3)
-    with pytest.raises(NoRoom, match="room for 290 B"):
-        check_room(tmp_path, 146, 2, resumed=1)
-
-
-def test_check_room_counts_checkpoints_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """250 bytes are free and 40 are in a checkpoint: two of 145 bytes fit, two of 146 do not."""
-    folder_of(tmp_path, 1).mkdir(parents=True)
-    (folder_of(tmp_path, 1) / "w").write_bytes(bytes(40))
-    monkeypatch.setattr(
-        disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(999, 1, 250)
-    )
-    check_room(tmp_path, 145, 2)
-    with pytest.raises(NoRoom, match=r"need 292 B \(2 of 146 B at once\).* room for 290 B"):
-        check_room(tmp_path, 146, 2)
+    for resumed, size in ((1, 145), (3, 165), (None, 165)):
+        check_room(tmp_path, size, 2, resumed)
+        with pytest.raises(NoRoom, match=rf"need {2 * size + 2} B .* room for {2 * size} B"):
+            check_room(tmp_path, size + 1, 2, resumed)
 
 
 def test_tensor_bytes_counts_shared_tensors_once() -> None:
     shared = torch.zeros(10)
     assert tensor_bytes({"a": shared, "b": [shared, {"c": torch.zeros(3)}], "d": "text"}) == 52
-
-
-def test_tidy_deletes_what_a_killed_save_left(tmp_path: Path) -> None:
-    """Killed before its old checkpoint was gone, a run has one too many, or half of one."""
-    save(tmp_path, 1, 2, 3, keep=3)
-    shutil.copytree(folder_of(tmp_path, 3), folder_of(tmp_path, 1).with_name("step_000001.tmp"))
-    module.tidy(tmp_path, keep=2)
-    assert steps_of(tmp_path) == [2, 3]
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-
-
-def test_tidy_keeps_the_newest_verified_one(tmp_path: Path) -> None:
-    """As a save does."""
-    save(tmp_path, 1, 2, 3, keep=3)
-    module.tidy(tmp_path, keep=1, kept=[1])
-    assert steps_of(tmp_path) == [1, 3]
-    module.tidy(tmp_path / "none", keep=1)
 
 
 def test_naming_names_the_file_of_an_open_one(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
-    Clock,
     Collector,
     group_advantages,
     mean_by_environment,
@@ -98,13 +97,9 @@ def test_collect_counts_answers_without_a_verdict(
     engine = Engine(tokenized, recipe.loss, sampler.model, sampler)
     monkeypatch.setattr(tokenized_problems, "reward", judge)
     monkeypatch.setattr(
-        collecting,
-        "sample_step",
-        lambda engine, config, asked, *rest: collecting.Sampled(
-            asked, [rollout(group) for group in range(6)], collecting.Played()
-        ),
+        collecting, "sample_rollouts", lambda *rest: [rollout(group) for group in range(6)]
     )
-    _, metrics = collect(engine, recipe, 1, Clock())
+    _, metrics = collect(engine, recipe, 1)
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)
 
 

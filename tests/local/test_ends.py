@@ -10,7 +10,6 @@ import torch
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.preflight import PreflightError
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
@@ -26,6 +25,7 @@ from tests.chat_models import (
     save_model,
     write_rows,
 )
+from tests.local.helpers import collect
 
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(20)]
 
@@ -178,8 +178,7 @@ def test_run_on_the_datas_answers_trains_the_turns_end(pair: dict[str, Any]) -> 
     pair["loss"] = {"type": "sft"}
     engine = opened(pair)
     recipe = parse_recipe(pair)
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
-    batch = collector.collect(1)
+    batch, _ = collect(engine, recipe, 1)
     assert len(batch.samples) == 8
     for sample in batch.samples:
         trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
@@ -200,8 +199,7 @@ def test_datas_answer_behind_a_templates_own_reasoning_is_right(
     pair["loss"] = {"type": "sft"}
     engine = opened(pair)
     recipe = parse_recipe(pair)
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
-    (sample, *_) = collector.collect(1).samples
+    (sample, *_) = collect(engine, recipe, 1)[0].samples
     trained = engine.problems.tokenizer.decode(sample.rollout.completion_ids)
     assert trained == f"</think>{sample.problem.answer}<|im_end|>" and sample.reward == 1
 

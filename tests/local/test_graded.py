@@ -12,10 +12,10 @@ import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.cli.report import print_outcome, print_report
-from prime_composer.local.answers import Answer, read_answers, read_signatures, write_answers
+from prime_composer.local import requirements
+from prime_composer.local.answers import KeptAnswer, read_answers, read_signatures, write_answers
 from prime_composer.local.collect import grade, rollout_metrics
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.run_dir import plan as plan_module
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems import metrics
@@ -24,7 +24,6 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import EvalConfig, RecipeError
 from prime_composer.step.batch import Sample
 from prime_composer.step.replay import response
@@ -143,7 +142,8 @@ def test_reward_of_a_rollout_is_that_of_its_sentence() -> None:
     prompts = [tokenized.prompt(problem) for problem in HELD_OUT]
     params = SamplingParams(n=2, max_tokens=9)
     rollouts = measuring.engine.sampler.generate(prompts, params, seed=0)
-    samples = grade(tokenized, rollouts, HELD_OUT)
+    asked = [Sample(one, HELD_OUT[one.prompt_index]) for one in rollouts]
+    samples = grade(tokenized, asked)
     dog = sentence_score("bleu", "ein grosser Hund", "der kleine Hund")
     assert [sample.reward for sample in samples[:4]] == [1.0, 0.0, 0.5, 1.0]
     assert [sample.reward for sample in samples[6:]] == [dog, 1.0]
@@ -173,7 +173,7 @@ def test_report_shows_a_graded_metric_and_its_signature(
         {"step": 4, "loss": 0.5, "tokens_per_second": 9.0, "eval/rouge2": 0.3456},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    answer = Answer("q", "a b c", "a b x", None, 0.5, "rouge2")
+    answer = KeptAnswer("q", "a b c", "a b x", None, 0.5, "rouge2")
     for step in (0, 4):
         write_answers(tmp_path, step, [answer], {"rouge2": "rouge2|of the run"})
     assert read_answers(tmp_path) == {0: [answer], 4: [answer]}
@@ -242,10 +242,10 @@ def test_old_key_is_refused_with_the_new_one() -> None:
 def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before anything is prepared."""
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    monkeypatch.setattr(plan_module, "find_spec", lambda name: True)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     recipe = parse_recipe(summary_recipe())
     with pytest.raises(ValueError, match=r'metric = "rouge2" needs rouge-score: pip install'):
-        plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
+        requirements.check_libraries(recipe)
 
 
 def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:

@@ -13,21 +13,18 @@ from torch import nn
 from prime_composer.contract import LossInputs
 from prime_composer.local import collect
 from prime_composer.local import student as student_module
-from prime_composer.local.health import (
-    CollapseCheck,
-    ExplodedWeights,
-    WeightCheck,
-    teachers_without_success,
-    tokens_of_no_use,
-)
-from prime_composer.local.opening import open_engine
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.run import kept_steps
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.outcome import RunStopped
-from prime_composer.local.student import Student
+from prime_composer.local.student import ExplodedWeights, Student, WeightCheck
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import train
 from prime_composer.local.watch import Watch
+from prime_composer.local.watch_metrics import (
+    CollapseCheck,
+    teachers_without_success,
+    tokens_of_no_use,
+)
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -35,11 +32,11 @@ from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Batch, Sample
-from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.tiny_models.cache import prepare_models
-from tests.local.helpers import Silent, random_samples, run, weights
+from tests.local.helpers import Silent, opened, random_samples, run, weights
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -97,17 +94,6 @@ def test_weight_check_of_zeros_depends_on_their_number(entries: int, largest: fl
         check.check(layer, 1)
 
 
-def test_weight_check_sees_one_nan_among_many() -> None:
-    """One entry is enough, and the number of tensors is said."""
-    layer = linear()
-    check = WeightCheck.of_model(layer)
-    with torch.no_grad():
-        layer.weight[1, 1] = torch.nan
-        layer.bias[0] = torch.inf
-    with pytest.raises(NonFiniteLoss, match="weights of weight and 1 other tensors are not"):
-        check.check(layer, 1)
-
-
 def run_with(raw: dict[str, Any], run_dir: Path, **trainer: Any) -> None:
     """Train with values of ``[trainer]`` that a recipe may not have."""
     recipe = parse_recipe(raw)
@@ -117,15 +103,13 @@ def run_with(raw: dict[str, Any], run_dir: Path, **trainer: Any) -> None:
     train(recipe, problems, prepare_models(recipe, problems), run_dir, Silent())
 
 
-FATAL = {
-    "lr-inf": {"lr": math.inf}, "decay-inf": {"weight_decay": math.inf}, "lr-1e30": {"lr": 1e30}
-}  # fmt: skip
-WITH_VLLM = pytest.param({"lr": math.inf}, "vllm", marks=pytest.mark.vllm, id="lr-inf-vllm")
-
-
 @pytest.mark.parametrize(
     ("fatal", "backend"),
-    [*(pytest.param(one, "transformers", id=name) for name, one in FATAL.items()), WITH_VLLM],
+    [
+        ({"weight_decay": math.inf}, "transformers"),
+        ({"lr": 1e30}, "transformers"),
+        pytest.param({"lr": math.inf}, "vllm", marks=pytest.mark.vllm),
+    ],
 )
 def test_train_exploded_weights_are_never_saved(
     fatal: dict[str, float], backend: str, tiny_recipe: Raw, tmp_path: Path
@@ -160,13 +144,9 @@ def test_train_norms_of_a_resumed_run_are_those_of_its_start(
     run(tiny_recipe(trainer__steps=2), tmp_path / "run")
     file = list_checkpoints(tmp_path / "run")[-1].path / "trainer.pt"
     before = torch.load(file)["norms"]
-    recipe = parse_recipe(tiny_recipe(trainer__steps=2))
-    problems = load_problem_set(recipe.sources)
-    checkpoint = list_checkpoints(tmp_path / "run")[-1]
-    with open_engine(
-        recipe, problems, prepare_models(recipe, problems), lambda text: None, file.parent
-    ) as engine:
-        student = Student.of_recipe(recipe, engine)
+    checkpoint, raw = list_checkpoints(tmp_path / "run")[-1], tiny_recipe(trainer__steps=2)
+    with opened(raw, student_dir=file.parent) as engine:
+        student = Student.of_recipe(parse_recipe(raw), engine)
         of_the_checkpoint = student.weight_check.norms
         student.load_state_dict(checkpoint.load(), checkpoint.step)
     assert torch.equal(student.weight_check.norms, before)
@@ -199,9 +179,9 @@ def test_mismatch_above_the_limit_stops() -> None:
     mismatch.add(packed([-1.0], [-1.1], [True]))
     with pytest.raises(SamplerMismatch, match=r"step 7: .* KL 0.0048 .* 1 sampled .* 1e-06"):
         mismatch.result(7)
-    for spoiled in (math.nan, -math.inf, math.inf):
-        mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
-        mismatch.add(packed([spoiled, -1.0], [-1.0, -1.0], [True, True]))
+    for spoiled in (math.nan, -math.inf, math.inf):  # one of many, which the cap would let pass
+        mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
+        mismatch.add(packed([spoiled, *[-1.0] * 1999], [-1.0] * 2000, [True] * 2000))
         with pytest.raises(SamplerMismatch):
             mismatch.result(1)
 
@@ -225,15 +205,6 @@ def test_mismatch_of_one_token_in_the_tails_is_no_alarm() -> None:
     (kl,) = mismatch.result(1).values()
     expected = sum(math.exp(r) - 1 - r for r in ratios) / 2000
     assert kl == pytest.approx(expected, rel=1e-4) and kl > 0.05
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_mismatch_refuses_one_infinite_token_of_many(value: float) -> None:
-    """The cap is not for numbers that no model has."""
-    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
-    mismatch.add(packed([value, *[-1.0] * 1999], [-1.0] * 2000, [True] * 2000))
-    with pytest.raises(SamplerMismatch):
-        mismatch.result(1)
 
 
 @pytest.mark.parametrize(
@@ -296,18 +267,9 @@ def test_accumulate_gradients_measures_every_micro_batch(
         assert mismatch.result(1)[METRIC] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"loss": {"type": "generalized_jsd", "k": 8}, "rollout__student_fraction": 0.5},
-    ],
-    ids=["plain", "half-solutions"],
-)
-def test_train_logs_a_mismatch_of_rounding_alone(
-    changes: dict[str, Any], tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """In float32 the sampler is the student up to rounding: below 1e-9 nat per token."""
+def test_train_logs_a_mismatch_of_rounding_alone(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Beside solutions: in float32 the sampler is the student up to 1e-9 nat per token."""
+    changes = {"loss": {"type": "generalized_jsd", "k": 8}, "rollout__student_fraction": 0.5}
     run(tiny_recipe(**changes, trainer__steps=2), tmp_path / "run")
     measured = [record[METRIC] for record in read_metrics(tmp_path / "run")[1:]]
     assert len(measured) == 2 and all(0 <= kl < 1e-9 for kl in measured)

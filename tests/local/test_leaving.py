@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from prime_composer.local import checkpoint as checkpoint_module
+from prime_composer.local import disk
 from prime_composer.local import run as module
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.collect import Collector
-from prime_composer.local.health import GROWTH
+from prime_composer.local.disk import NoRoom
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.run import checkpoints_at_once
-from prime_composer.local.run_dir import checkpoint as checkpoint_module
-from prime_composer.local.run_dir import disk
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.disk import NoRoom
-from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.local.train import train
 from prime_composer.local.watch import WatchFailed
+from prime_composer.local.watch_metrics import GROWTH
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
@@ -81,22 +81,6 @@ def test_train_draws_nothing_from_torchs_own_generator(
     assert_same_run(tmp_path / "run", whole)
     state = list_checkpoints(tmp_path / "run")[-1].load()
     assert {"optimizer", "loss", "teacher", "step"} <= state.keys() and "rng" not in state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_train_stopped_by_a_signal_resumes_to_the_same_numbers(
-    signum: int,
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-) -> None:
-    raw = tiny_recipe(trainer__steps=6)
-    outcome = run(raw, tmp_path / "run", Silent(interrupt_at=4, signum=signum))
-    assert (outcome.interrupted, outcome.steps, outcome.signum) == (True, 3, signum)
-    assert steps_of(tmp_path / "run") == [2, 3]
-    run(raw, tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "run", whole)
 
 
 def test_train_error_before_the_update_saves_the_step_before(
@@ -184,24 +168,6 @@ class FullAt(Silent):
         super().step(step, metrics)
         if step == self.at:
             self.monkeypatch.setattr(checkpoint_module.torch, "save", full_disk)
-
-
-@pytest.mark.slow
-def test_train_full_disk_at_a_checkpoint_names_the_safe_step(
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With room again the run continues to the same numbers."""
-    raw = tiny_recipe(trainer__steps=6)
-    with pytest.raises(RunStopped) as caught:
-        run(raw, tmp_path / "run", FullAt(3, monkeypatch))
-    assert "the checkpoint of step 4 could not be saved in" in str(caught.value)
-    assert caught.value.step == 2 and "continue with --resume" in str(caught.value)
-    monkeypatch.undo()
-    run(raw, tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "run", whole)
 
 
 def test_train_full_disk_at_the_metrics_names_the_safe_step(

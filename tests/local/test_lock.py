@@ -12,24 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from prime_composer.local.run_dir import lock as module
-from prime_composer.local.run_dir.lock import HOLDER_FILE, LOCK_FILE, InUse, RunLock, check_free
+from prime_composer.local import run_dir as module
+from prime_composer.local.run_dir import HOLDER_FILE, LOCK_FILE, InUse, check_free, lock_run_dir
 
 HOLDER = """
-import runpy, sys, time
+import sys, time
 from pathlib import Path
-lock = runpy.run_path(sys.argv[1])["RunLock"](Path(sys.argv[2]))
+from prime_composer.local.run_dir import lock_run_dir
+lock = lock_run_dir(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
 
 
 def test_lock_names_its_holder_and_ends_when_it_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(module.__file__), str(tmp_path)]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         holder = f"is in use by process {process.pid} on {socket.gethostname()}; wait for that run"
-        for refused in (RunLock, check_free):
+        for refused in (lock_run_dir, check_free):
             with pytest.raises(InUse) as caught:
                 refused(tmp_path)
             assert holder in str(caught.value)
@@ -38,7 +39,7 @@ def test_lock_names_its_holder_and_ends_when_it_is_killed(tmp_path: Path) -> Non
     deadline = time.monotonic() + 10
     while True:
         try:
-            RunLock(tmp_path).release()
+            lock_run_dir(tmp_path).release()
             break
         except InUse:
             assert time.monotonic() < deadline
@@ -48,19 +49,19 @@ def test_lock_names_its_holder_and_ends_when_it_is_killed(tmp_path: Path) -> Non
 def test_released_lock_can_be_taken_again(tmp_path: Path) -> None:
     check_free(tmp_path)
     assert not list(tmp_path.iterdir())
-    RunLock(tmp_path).release()
+    lock_run_dir(tmp_path).release()
     check_free(tmp_path)
-    lock = RunLock(tmp_path)
+    lock = lock_run_dir(tmp_path)
     assert (tmp_path / HOLDER_FILE).read_text() == f"{socket.gethostname()} {os.getpid()}\n"
     lock.release()
 
 
 def test_lock_whose_holder_is_not_named_yet_is_held(tmp_path: Path) -> None:
     """Another process has the lock a moment before it writes its name."""
-    lock = RunLock(tmp_path)
+    lock = lock_run_dir(tmp_path)
     (tmp_path / HOLDER_FILE).unlink()
     with pytest.raises(InUse, match="in use by another process; wait for that run"):
-        RunLock(tmp_path)
+        lock_run_dir(tmp_path)
     lock.release()
 
 
@@ -77,9 +78,9 @@ def test_lock_file_deleted_by_its_owner_is_no_lock(
         original(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    lock = RunLock(tmp_path)
+    lock = lock_run_dir(tmp_path)
     with pytest.raises(InUse):
-        RunLock(tmp_path)
+        lock_run_dir(tmp_path)
     lock.release()
 
 
@@ -91,7 +92,7 @@ def test_file_system_without_locks_is_used_without_one(
         raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    RunLock(tmp_path).release()
+    lock_run_dir(tmp_path).release()
     check_free(tmp_path)
 
 
@@ -101,7 +102,7 @@ def test_lock_over_nfs_is_taken_and_released(
     """There, ``flock`` is a POSIX lock: EBADF for a descriptor that cannot be written."""
     monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
     monkeypatch.setattr(module, "_NO_LOCKS", ())
-    RunLock(tmp_path).release()
+    lock_run_dir(tmp_path).release()
     check_free(tmp_path)
 
 
@@ -109,7 +110,7 @@ def test_lock_that_may_not_be_written_is_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write everywhere, so that the answer of the system is made up."""
-    lock = RunLock(tmp_path)
+    lock = lock_run_dir(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     check_free(tmp_path)
     lock.release()

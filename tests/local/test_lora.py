@@ -18,18 +18,15 @@ from prime_composer.backends.hf_model import (
     load_model,
     sequence_logprobs,
 )
-from prime_composer.backends.lora.adapter import Adapter, digest_of, import_peft
+from prime_composer.backends.lora.adapter import Adapter, import_peft
 from prime_composer.backends.lora.views import base_of, weights_of
-from prime_composer.local.collect import Clock
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.dry_run import dry_run
 from prime_composer.local.engine import Engine
-from prime_composer.local.health import ExplodedWeights
-from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
+from prime_composer.local.requirements import check_models
 from prime_composer.local.run import checkpoint_bytes
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.model_check import check_models
-from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.student import Student
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -40,7 +37,7 @@ from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import Silent, collect, copy_first_half, run, tiny_models
+from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -54,13 +51,6 @@ FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 def raw(tiny_recipe: Raw) -> dict[str, Any]:
     """Return a recipe of a student with an adapter on two of its seven layers."""
     return tiny_recipe(student__lora=dict(LORA), trainer={"steps": 4, "batch_size": 6, "lr": 1e-2})
-
-
-def opened(raw: dict[str, Any], **how: Any) -> Engine:
-    """Return the open models of a recipe."""
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    return open_engine(recipe, problems, prepare_models(recipe, problems), lambda text: None, **how)
 
 
 @pytest.fixture
@@ -102,7 +92,7 @@ def merged_by_hand(raw: dict[str, Any], model: nn.Module) -> nn.Module:
 def step_of(raw: dict[str, Any], engine: Engine) -> tuple[Recipe, Student, Batch]:
     """Return recipe, student and the batch of the first step."""
     recipe = parse_recipe(raw)
-    return recipe, Student.of_recipe(recipe, engine), collect(engine, recipe, 1, Clock())[0]
+    return recipe, Student.of_recipe(recipe, engine), collect(engine, recipe, 1)[0]
 
 
 @pytest.mark.parametrize(
@@ -507,7 +497,7 @@ def test_base_as_the_teacher_scores_as_the_model_loaded_alone(
         (scorer,) = engine.teachers.scorers.values()
         alone = TransformersScorer(tiny_models(raw)["student"])
         recipe = parse_recipe(raw)
-        samples = collect(engine, recipe, 1, Clock())[0].samples
+        samples = collect(engine, recipe, 1)[0].samples
         rollouts = [sample.rollout for sample in samples]
         for size, hidden in ((8, False), (0, True)):
             own = scorer.score(rollouts, size, hidden=hidden)
@@ -521,20 +511,6 @@ def test_base_as_the_teacher_scores_as_the_model_loaded_alone(
         model: Any = scorer
         own_weights = {one.data_ptr() for one in engine.model.parameters()}
         assert {one.data_ptr() for one in model.model.parameters()} <= own_weights
-
-
-def test_run_against_the_base_begins_at_a_distance_of_0(
-    raw: dict[str, Any], tmp_path: Path
-) -> None:
-    """RL beside a penalty of the base; the teacher's accuracy is the student's first one."""
-    raw |= {"teacher": {"base": True}, "loss": {"type": "topk_reverse_kl", "k": 8}}
-    display = Silent()
-    outcome = run(raw, tmp_path / "run", display)
-    first = outcome.evaluations[0]
-    assert first["eval/reverse_kl"] == pytest.approx(0.0, abs=1e-6)
-    assert first["teacher/accuracy"] == first["eval/accuracy"]
-    assert "the teacher is the student without its adapter" in display.texts
-    assert not any("opening the teacher" in text for text in display.texts)
 
 
 @pytest.mark.parametrize("update", ["live", "ema", "sync", "base"])
@@ -584,7 +560,7 @@ def test_targets_that_get_no_adapter_are_refused(
     recipe = parse_recipe(raw)
     for refuse in (
         lambda: opened(raw),
-        lambda: plan(recipe, load_problem_set(recipe.sources)),
+        lambda: dry_run(recipe, load_problem_set(recipe.sources)),
     ):
         with pytest.raises(ModelUnavailable, match=why) as error:
             refuse()
@@ -596,7 +572,7 @@ def test_plan_names_the_adapter_and_the_base(raw: dict[str, Any]) -> None:
     raw["student"]["lora"]["targets"] = "all-linear"
     tiny_models(raw)
     recipe = parse_recipe(raw)
-    lines = plan(recipe, load_problem_set(recipe.sources))
+    lines = dry_run(recipe, load_problem_set(recipe.sources))
     assert (
         "student: an adapter of rank 3, alpha 7, on all-linear (7 layers, 1,008 numbers)" in lines
     )
@@ -654,21 +630,6 @@ def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_exploded_adapter_is_not_saved(raw: dict[str, Any], tmp_path: Path) -> None:
-    raw["trainer"] |= {"lr": 1e6, "warmup_steps": 0}
-    with pytest.raises(ExplodedWeights, match=r"the weights of model\.layers.*lora_[AB]"):
-        run(raw, tmp_path / "run")
-
-
-def test_digest_changes_with_one_weight(student: tuple[nn.Module, Any]) -> None:
-    model = copy.deepcopy(student[0])
-    before = digest_of(model)
-    assert before == digest_of(student[0])
-    with torch.no_grad():
-        model.get_submodule("model.norm").weight[0] *= 1.0000002
-    assert digest_of(model) != before
-
-
 def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any]) -> None:
     """A merged weight needs a float32 one."""
     model = copy.deepcopy(student[0])
@@ -678,24 +639,6 @@ def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any])
     layer.to(torch.bfloat16)
     with pytest.raises(ModelUnavailable, match=rf"{name} .* is quantized .*prepare\] quantize"):
         Adapter.of_model(model, config, "m", seed=0)
-
-
-def test_run_begins_with_the_adapter_of_another(raw: dict[str, Any], tmp_path: Path) -> None:
-    """The base stays the student's."""
-    raw["teacher"] = {"base": True}
-    raw["trainer"]["steps"] = 1
-    run(raw, tmp_path / "first")
-    paths = tiny_models(raw)
-    raw["student"]["lora"]["start"] = str(list_checkpoints(tmp_path / "first")[-1].path)
-    stored = files_of(tmp_path / "first")["adapter"]
-    with opened(raw) as engine:
-        assert engine.adapter is not None and engine.teachers is not None
-        assert all(torch.equal(engine.adapter.weights[name], stored[name]) for name in stored)
-        assert any(bool(value.any()) for name, value in stored.items() if "lora_B" in name)
-        (scorer,) = engine.teachers.scorers.values()
-        model: Any = scorer
-        base = load_model(paths["student"])
-        assert torch.equal(logits_of(model.model), logits_of(base))
 
 
 MODES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from prime_composer.backends import model_files
 from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
 from prime_composer.backends.transformers import window
 from prime_composer.cli.commands import main
-from prime_composer.local.run_dir.model_check import (
+from prime_composer.local.requirements import (
     check_models,
     in_table,
     warnings_of_paths,

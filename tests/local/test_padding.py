@@ -28,7 +28,6 @@ from prime_composer.full_vocabulary.kernel import LOG_BUCKET_FLOOR
 from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
-from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics
@@ -44,7 +43,7 @@ from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import VOCAB, plain_overlap, run, save_padded, tiny_models
+from tests.local.helpers import VOCAB, open_run, plain_overlap, run, save_padded, tiny_models
 from tests.vllm_process import QUICK, TeacherProcess
 
 Raw = Callable[..., dict[str, Any]]
@@ -104,13 +103,6 @@ def served_pair(
 
 def own_teacher() -> Path:
     return tiny_models(TINY_RECIPE)["teacher"]
-
-
-def opened(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    paths = prepare_models(recipe, problems)
-    return recipe, open_engine(recipe, problems, paths, lambda text: None)
 
 
 class Plain:
@@ -188,9 +180,9 @@ def test_loss_of_unequal_heads_equals_plain_float64(
 ) -> None:
     """KL on the teacher's top K, or on all ids: padding is in the tail, or is a bucket."""
     table = served_pair(wider, road, loss={"type": "topk_reverse_kl", "k": k})
-    recipe, engine = opened(table)
+    recipe, engine = open_run(table)
     with engine:
-        samples = engine.score(samples_of(engine)).samples
+        samples = engine.score(samples_of(engine))[0]
         loss = setup_loss_fn(recipe.loss)(student_inputs(engine.model, samples))
         loss.loss.backward()
         rollouts = [sample.rollout for sample in samples]
@@ -208,9 +200,9 @@ def test_loss_of_unequal_heads_equals_plain_float64(
 
 def test_padding_of_the_students_support_has_no_gradient(pair: Raw) -> None:
     """An id that the student lacks is not known, and no loss reads its entry."""
-    _, engine = opened(pair("teacher"))
+    _, engine = open_run(pair("teacher"))
     with engine:
-        support = student_inputs(engine.model, engine.score(samples_of(engine)).samples).support
+        support = student_inputs(engine.model, engine.score(samples_of(engine))[0]).support
     beyond = support.token_ids >= VOCAB
     assert beyond.any() and not beyond.all()
     assert (support.known == ~beyond).all()
@@ -219,9 +211,9 @@ def test_padding_of_the_students_support_has_no_gradient(pair: Raw) -> None:
 @pytest.mark.parametrize("road", ["in process", "plugin", "json"])
 def test_sampled_padding_has_the_floor_of_the_teacher(served_pair: Raw, road: str) -> None:
     """Behind such an id the teacher's numbers are those after its own last id."""
-    recipe, engine = opened(served_pair("student", road, loss={"type": "sampled_reverse_kl"}))
+    recipe, engine = open_run(served_pair("student", road, loss={"type": "sampled_reverse_kl"}))
     with engine:
-        samples = engine.score(samples_of(engine)).samples
+        samples = engine.score(samples_of(engine))[0]
         plain = Plain(engine, recipe)
         floored = 0
         for sample in samples:
@@ -236,9 +228,9 @@ def test_sampled_padding_has_the_floor_of_the_teacher(served_pair: Raw, road: st
 
 def test_students_choice_leaves_padding_of_its_own_out(pair: Raw) -> None:
     """The K most probable ids of the shared vocabulary, which the teacher can score."""
-    recipe, engine = opened(pair("student", loss__chosen_by="student"))
+    recipe, engine = open_run(pair("student", loss__chosen_by="student"))
     with engine:
-        samples = engine.score(samples_of(engine)).samples
+        samples = engine.score(samples_of(engine))[0]
         preflight(engine, recipe, lambda text: None)
         plain = Plain(engine, recipe)
         for sample in samples:
@@ -264,7 +256,7 @@ def test_evaluation_of_any_pair_equals_plain_float64(
 ) -> None:
     """Of a small vocabulary all ids are compared; without the plugin, as many as the loss's."""
     table = served_pair(wider, road, eval__kl_size=3, eval__kl_support=asked)
-    recipe, engine = opened(table)
+    recipe, engine = open_run(table)
     with engine:
         problems = [engine.problems.prompt(p) for p in engine.problems.problem_set.held_out[:3]]
         params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
@@ -311,7 +303,7 @@ def test_run_of_unequal_heads_trains(
 
 @pytest.mark.parametrize("wider", WIDER)
 def test_preflight_says_the_sizes_of_unequal_heads(pair: Raw, wider: str) -> None:
-    recipe, engine = opened(pair(wider))
+    recipe, engine = open_run(pair(wider))
     with engine:
         (warning,) = preflight(engine, recipe, lambda text: None).warnings
     sizes = {"student": (VOCAB + EXTRA, VOCAB), "teacher": (VOCAB, VOCAB + EXTRA)}[wider]
@@ -346,7 +338,7 @@ def test_teachers_answer_ends_before_its_padding() -> None:
 
 def test_kl_support_follows_a_server_that_lost_its_plugin(served_pair: Raw) -> None:
     """JSON is asked for the loss's K; each evaluation says what it compared."""
-    recipe, engine = opened(served_pair("teacher", "plugin"))
+    recipe, engine = open_run(served_pair("teacher", "plugin"))
     with engine:
         assert kl_support(recipe.eval, engine) == "full"
         (scorer,) = engine.teachers.scorers.values()
@@ -356,10 +348,10 @@ def test_kl_support_follows_a_server_that_lost_its_plugin(served_pair: Raw) -> N
 
 def test_whole_kl_of_unequal_heads_needs_the_plugin(served_pair: Raw) -> None:
     """A support of all ids does not say how much of either side is outside it."""
-    recipe, engine = opened(served_pair("teacher", "json", eval__kl_support="full"))
+    recipe, engine = open_run(served_pair("teacher", "json", eval__kl_support="full"))
     with engine, pytest.raises(PreflightError, match="or set eval.kl_support to a number"):
         preflight(engine, recipe, lambda text: None)
-    recipe, engine = opened(served_pair("teacher", "plugin", eval__kl_support="full"))
+    recipe, engine = open_run(served_pair("teacher", "plugin", eval__kl_support="full"))
     with engine:
         preflight(engine, recipe, lambda text: None)
 
@@ -374,7 +366,7 @@ def test_server_elsewhere_says_its_size_or_how_to(
         shutil.rmtree(tmp_path / "elsewhere")
         student = {"model": str(folders["student"])}
         teacher = {"model": server.model, "url": server.url}
-        recipe, engine = opened(tiny_recipe(student=student, teacher=teacher))
+        recipe, engine = open_run(tiny_recipe(student=student, teacher=teacher))
         with engine:
             (scorer,) = engine.teachers.scorers.values()
             rollout = make_rollout([7, 8], [9, VOCAB + 3, 9], [-1.0] * 3, "length", 0)
@@ -395,7 +387,7 @@ def test_server_elsewhere_says_its_size_or_how_to(
 def test_served_vllm_of_another_size_equals_plain_float64(served_pair: Raw, wider: str) -> None:
     """With the plugin and in JSON, on one server: the top K, the sampled tokens, whole heads."""
     table = served_pair(wider, "vllm plugin", loss={"type": "topk_reverse_kl", "k": 8})
-    recipe, engine = opened(table)
+    recipe, engine = open_run(table)
     with engine:
         preflight(engine, recipe, lambda text: None)
         samples = samples_of(engine)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from prime_composer.local import requirements
+from prime_composer.local.dry_run import dry_run
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
-from prime_composer.local.run_dir import plan as plan_module
-from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.rollout import RolloutConfig
@@ -25,7 +25,7 @@ Raw = Callable[..., dict[str, Any]]
 
 def planned(raw: dict[str, Any]) -> list[str]:
     recipe = parse_recipe(raw)
-    return plan(recipe, load_problem_set(recipe.sources))
+    return dry_run(recipe, load_problem_set(recipe.sources))
 
 
 def test_plan_of_uncached_models_says_what_is_trained(
@@ -133,7 +133,7 @@ def test_plan_measures_hints_of_held_out_problems(tiny_recipe: Raw, tmp_path: Pa
 def test_plan_names_missing_libraries(tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
     """All missing libraries are named with the pip lines."""
     missing = {"vllm", "matplotlib"}
-    monkeypatch.setattr(plan_module, "find_spec", lambda name: None if name in missing else name)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name in missing else name)
     with pytest.raises(ImportError, match="needs matplotlib, vllm: pip install"):
         planned(tiny_recipe(rollout__backend="vllm"))
 

@@ -13,9 +13,10 @@ from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
+from prime_composer.local.context import check_prompts
 from prime_composer.local.engine import Engine
-from prime_composer.local.opening import open_engine, student_spec, teacher_spec
-from prime_composer.local.preflight import check_context, preflight, sampling_warnings
+from prime_composer.local.opening import student_spec, teacher_spec
+from prime_composer.local.preflight import preflight, sampling_warnings
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
 from prime_composer.problems.loading import load_problem_set
@@ -36,10 +37,9 @@ from prime_composer.teachers.compatibility import (
 )
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.server import ServerScorer
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import Silent, run, tiny_models
+from tests.local.helpers import Silent, open_run, opened, run, tiny_models
 
 VOCAB = 131
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
@@ -159,22 +159,25 @@ def test_differently_padded_heads_warn_with_a_top_k():
     assert check_vocabularies(72, limits, len(WORDS), 4) == []
 
 
-def test_context_too_short_names_the_length_to_set():
-    sampler, scorer = Limits(max_model_len=30), Limits(max_model_len=30)
-    check_context([[1] * 20], 9, sampler, scorer)
-    with pytest.raises(
-        PreflightError, match="that is 30, and the teacher's scorer takes 29; raise .* to 31"
-    ):
-        check_context([[1] * 3, [1] * 20], 10, sampler, scorer)
-    with pytest.raises(
-        PreflightError,
-        match="20 tokens, with 11 new ones that is 31, and the student's sampler takes 30",
-    ):
-        check_context([[1] * 3, [1] * 20], 11, sampler, scorer)
-    with pytest.raises(PreflightError, match="no prompt"):
-        check_context([], 11, sampler, scorer)
-    with pytest.raises(PreflightError, match="has no tokens"):
-        check_context([[1], []], 11, sampler, scorer)
+@pytest.mark.parametrize(
+    ("reader", "lengths", "held_out", "max_tokens", "message"),
+    [
+        ("teacher's scorer", [20], [], 9, None),
+        ("teacher's scorer", [3, 20], [], 10, "longest prompt .* is 30, .* takes 29; .* to 31"),
+        ("student's sampler", [3, 20], [], 10, None),
+        ("student's sampler", [3], [20], 11, "held-out prompt has 20 .* 11 new .* 31, .* takes 30"),
+        ("student's sampler", [], [], 9, "no prompt"),
+        ("student's sampler", [1, 0], [], 9, "has no tokens"),
+    ],
+)
+def test_context_too_short_names_the_length_to_set(reader, lengths, held_out, max_tokens, message):
+    config = RolloutConfig(max_tokens=max_tokens, max_model_len=30)
+    asked = reader, 30, lambda length: [1] * length, lengths, held_out, config
+    if message is None:
+        check_prompts(*asked)
+        return
+    with pytest.raises(PreflightError, match=message):
+        check_prompts(*asked)
 
 
 def test_temperature_and_nucleus_are_a_warning_each():
@@ -290,11 +293,8 @@ def test_ids_beyond_the_students_head_are_refused(token):
 
 def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe):
     """A teacher that lists such an id in mid-run ends it with its table, the id, and a remedy."""
-    recipe = parse_recipe(tiny_recipe())
-    problems = load_problem_set(recipe.sources)
-    with open_engine(
-        recipe, problems, prepare_models(recipe, problems), lambda text: None
-    ) as engine:
+    with opened(tiny_recipe()) as engine:
+        problems = engine.problems.problem_set
         engine.teachers.scorers[TeacherId()] = FixedScores(alien_scores(9999))
         rollout = make_rollout([7, 8], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)
         message = (
@@ -319,11 +319,8 @@ def test_preflight_asks_a_server_for_its_tokenizer(can_tokenize, served_elsewher
     """A teacher on another machine is compared; only a server that cannot say is a warning."""
     served_elsewhere.can_tokenize = can_tokenize
     teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
-    recipe = parse_recipe(tiny_recipe(teacher=teacher))
-    problems = load_problem_set(recipe.sources)
-    with open_engine(
-        recipe, problems, prepare_models(recipe, problems), lambda text: None
-    ) as engine:
+    recipe, engine = open_run(tiny_recipe(teacher=teacher))
+    with engine:
         warnings = preflight(engine, recipe, lambda text: None).warnings
     assert [
         ("set teacher.model to its directory or hub id" in warning) for warning in warnings
@@ -334,17 +331,10 @@ def test_preflight_asks_a_server_for_its_tokenizer(can_tokenize, served_elsewher
 def test_teacher_that_samples_needs_a_known_tokenizer(can_tokenize, served_elsewhere, tiny_recipe):
     """Ids that nobody has compared are never trained on."""
     served_elsewhere.can_tokenize = can_tokenize
-    recipe = parse_recipe(
-        tiny_recipe(
-            teacher={"model": served_elsewhere.model, "url": served_elsewhere.url},
-            rollout__other_source="teacher",
-            rollout__student_fraction=0.5,
-        )
-    )
-    problems = load_problem_set(recipe.sources)
-    with open_engine(
-        recipe, problems, prepare_models(recipe, problems), lambda text: None
-    ) as engine:
+    teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
+    sampling = {"rollout__other_source": "teacher", "rollout__student_fraction": 0.5}
+    recipe, engine = open_run(tiny_recipe(teacher=teacher, **sampling))
+    with engine:
         if can_tokenize:
             assert preflight(engine, recipe, lambda text: None).warnings == []
             return
@@ -435,10 +425,8 @@ def test_preflight_refuses_rollouts_beyond_a_servers_answer(k, less, message, ti
         limits = {"sequences": 9, "tokens": 2**20, "question_bytes": 2**20, "answer_bytes": most}
         server._right.limits = limits
         teacher = {"model": server.model, "url": server.url}
-        recipe = parse_recipe(tiny_recipe(teacher=teacher, loss=loss, rollout__max_tokens=24))
-        problems = load_problem_set(recipe.sources)
-        models = prepare_models(recipe, problems)
-        with open_engine(recipe, problems, models, lambda text: None) as engine:
+        recipe, engine = open_run(tiny_recipe(teacher=teacher, loss=loss, rollout__max_tokens=24))
+        with engine:
             if message is None:
                 preflight(engine, recipe, lambda text: None)
                 return

@@ -18,7 +18,7 @@ from prime_composer.backends.hf_model import import_transformers, load_tokenizer
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
-from prime_composer.local.preflight import Finding
+from prime_composer.local.preflight import CheckResult
 from prime_composer.local.probe.report import (
     ModelFacts,
     NotMeasured,
@@ -72,7 +72,7 @@ def collector_of(engine: Engine, recipe: Recipe) -> Collector:
     return Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
 
 
-def failures(report: ProbeReport) -> list[Finding]:
+def failures(report: ProbeReport) -> list[CheckResult]:
     return [finding for finding in report.findings if finding.state == "failed"]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from prime_composer.local import collect
+from prime_composer.local.dry_run import dry_run
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -29,10 +29,10 @@ def test_scores_are_extrapolated_from_the_reference(tiny_recipe: Raw) -> None:
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
     assert set(paths) == {"teacher", "student", "reference"}
-    assert any(line.startswith("reference: ") for line in plan(recipe, problems))
+    assert any(line.startswith("reference: ") for line in dry_run(recipe, problems))
     with open_engine(recipe, problems, paths, lambda text: None) as engine:
         one = sample(0)
-        (scored,) = engine.score([one]).samples
+        (scored,) = engine.score([one])[0]
         q, r = (
             engine.teachers.scorers[who].score([one.rollout], 0)[0].ref_logprobs
             for who in (TeacherId(), REFERENCE)
@@ -79,7 +79,7 @@ def test_reference_of_another_vocabulary_is_refused(tiny_recipe: Raw) -> None:
     problems = load_problem_set(recipe.sources)
     prepare_models(recipe, problems)
     with pytest.raises(ValueError, match=r"^\[reference\]: "):
-        plan(recipe, problems)
+        dry_run(recipe, problems)
 
 
 def test_reference_that_is_missing_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
@@ -87,4 +87,4 @@ def test_reference_that_is_missing_is_refused(tiny_recipe: Raw, tmp_path: Path) 
     missing = {"model": str(tmp_path / "nowhere")}
     recipe = parse_recipe(tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=missing))
     with pytest.raises(ValueError, match=r"reference.*nowhere"):
-        plan(recipe, load_problem_set(recipe.sources))
+        dry_run(recipe, load_problem_set(recipe.sources))

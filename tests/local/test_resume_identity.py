@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prime_composer import distill
-from prime_composer.local.run_dir.checkpoint import MANIFEST, TRAINER_FILE, list_checkpoints
+from prime_composer.local.checkpoint import MANIFEST, TRAINER_FILE, list_checkpoints
 from prime_composer.local.tracker import read_metrics
 from prime_composer.recipe.schema import RecipeError
 from tests.conftest import TINY_MODEL, TINY_RECIPE

@@ -11,19 +11,16 @@ from prime_composer.local import evaluate as evaluate_module
 from prime_composer.local import tokenized_problems
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator, Graded
-from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.compatibility import PreflightError
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import run
+from tests.local.helpers import open_run, run
 
 SHORT, LONG = TeacherId("short"), TeacherId("long")
 
@@ -58,13 +55,6 @@ def raw(**changes: Any) -> dict[str, Any]:
             inner = inner.setdefault(name, {})
         inner[last] = value
     return table
-
-
-def open_run(table: dict[str, Any]) -> tuple[Recipe, Engine]:
-    recipe = parse_recipe(table)
-    problems = load_problem_set(recipe.sources)
-    engine = open_engine(recipe, problems, prepare_models(recipe, problems), lambda text: None)
-    return recipe, engine
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +237,7 @@ def test_engine_scores_each_sample_with_its_own_teacher(opened: tuple[Recipe, En
         Sample(engine.problems.solution(problem), problem)
         for problem in engine.problems.problem_set.held_out[:4]
     ]
-    scored = engine.score(samples).samples
+    scored = engine.score(samples)[0]
     assert [one.problem for one in scored] == [one.problem for one in samples]
     for one in scored:
         teacher = SHORT if one.problem.environment == "sums" else LONG

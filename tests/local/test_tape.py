@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from prime_composer.cli.commands import main
+from prime_composer.local.dry_run import dry_run
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.probe.run import probe
-from prime_composer.local.run_dir.outcome import RunStopped
-from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -302,8 +302,8 @@ def test_plan_and_probe_know_a_tape(tiny_recipe: Raw, tmp_path: Path) -> None:
     problems = load_problem_set(recipe.sources)
     tiny_models(raw)
     assert set(prepare_configs(alone)) == {"student"}
-    assert f"teacher: the tape {tmp_path / 'tape'} keeps its answers" in plan(recipe, problems)
-    assert any("alone answers" in line for line in plan(alone, problems))
+    assert f"teacher: the tape {tmp_path / 'tape'} keeps its answers" in dry_run(recipe, problems)
+    assert any("alone answers" in line for line in dry_run(alone, problems))
     (finding,) = probe(alone, problems, {}, lambda text: None).findings
     assert finding.state == "failed" and "--set teacher.tape_only=false" in finding.text
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prime_composer.contract import LossInputs
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.run import is_due
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import lr_factor
 from prime_composer.local.tracker import read_metrics
 from prime_composer.recipe.schema import TrainerConfig
@@ -35,10 +35,10 @@ def test_lr_factor_warms_up_and_decays() -> None:
     assert [lr_factor(constant, step) for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
-def test_is_due_every_few_steps_and_never_with_zero() -> None:
-    """Evaluations and checkpoints with ``every = 0`` never happen between the steps."""
-    assert [step for step in range(1, 7) if is_due(step, 2)] == [2, 4, 6]
-    assert not any(is_due(step, 0) for step in range(1, 7))
+def test_is_due_every_few_steps_and_after_the_last() -> None:
+    """Evaluations and checkpoints with ``every = 0`` come after the last step alone."""
+    assert [step for step in range(1, 7) if is_due(step, 2, 5)] == [2, 4, 5, 6]
+    assert [step for step in range(1, 7) if is_due(step, 0, 5)] == [5]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ KILLED = """
 import os, signal, sys, json
 from pathlib import Path
 from prime_composer.local import student as module
-from prime_composer.local.run_dir import checkpoint as saving
+from prime_composer.local import checkpoint as saving
 from tests.local.helpers import run
 
 def die(*args, **kwargs):
@@ -154,37 +154,26 @@ def assert_same_weights(run_dir: Path, expected: Path) -> None:
         assert torch.equal(expected_weights[name], value)
 
 
+def infinite_score(inputs: LossInputs) -> None:
+    inputs.support.teacher_logprobs[0] = math.inf
+
+
+def infinite_gradient(inputs: LossInputs) -> None:
+    inputs.support.student_logprobs.register_hook(lambda gradient: gradient * math.nan)
+
+
+@pytest.mark.parametrize(
+    ("poison", "message"),
+    [(infinite_score, "step 4"), (infinite_gradient, "step 4: the gradient of .* is nan")],
+)
 def test_train_diverging_run_keeps_the_last_good_checkpoint(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An infinite score stops the run at its step."""
-
-    def poison(inputs: LossInputs) -> None:
-        inputs.support.teacher_logprobs[0] = math.inf
-
-    run_poisoned(poison, "step 4", tiny_recipe, tmp_path, monkeypatch)
-
-
-def test_train_infinite_gradient_stops_before_the_weights_change(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A finite loss with a NaN gradient stops the run before weights are changed and saved."""
-
-    def poison(inputs: LossInputs) -> None:
-        inputs.support.student_logprobs.register_hook(lambda gradient: gradient * math.nan)
-
-    message = "step 4: the gradient of the loss 'topk_reverse_kl' is nan"
-    run_poisoned(poison, message, tiny_recipe, tmp_path, monkeypatch)
-
-
-def run_poisoned(
     poison: Callable[[LossInputs], None],
     message: str,
     tiny_recipe: Raw,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Poison the inputs of the fourth step, and expect the run to stop there."""
+    """The loss of step 4 is not finite, or its gradient alone is not: no weight changes."""
     original = gradients_module.student_inputs
 
     def poisoned(*args: Any) -> LossInputs:

@@ -11,27 +11,23 @@ import torch
 
 from prime_composer.contract import Scores
 from prime_composer.local import watch as watch_module
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
-from prime_composer.local.opening import open_engine
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.preflight import Preflight, preflight
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
-from prime_composer.local.run_dir.outcome import RunStopped
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import CROWD, Watch, WatchFailed
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.teachers.watch import largest_difference
-from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import Silent, run, tiny_models, weights
+from tests.local.helpers import Silent, open_run, run, tiny_models, weights
 
 Raw = Callable[..., dict[str, Any]]
 THE = TeacherId()
@@ -69,12 +65,6 @@ def test_largest_difference_keeps_a_nan() -> None:
         scores([-1.0], [[5, 7]], [[-1.0, torch.nan]]),
     ):
         assert not largest_difference(first, other) <= 1e9
-
-
-def open_run(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    return recipe, open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None)
 
 
 def open_watch(engine: Engine, recipe: Recipe, found: Preflight | None = None) -> Watch:
@@ -319,13 +309,16 @@ def test_train_nameless_servers_cost_one_request_a_step(
     assert len(asked) == 3 + 2
 
 
-def test_train_stopped_by_a_signal_asks_before_it_saves(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """A step that another teacher may have scored is not saved because a signal came."""
+@pytest.mark.parametrize("interrupt_at", [4, None], ids=["signal", "last step"])
+def test_train_stopped_by_a_signal_asks_before_it_saves(
+    interrupt_at: int | None, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A step that another teacher may have scored is not saved at the end, or for a signal."""
     models = tiny_models(TINY_RECIPE)
     with SpoilingServer(models["teacher"], other=models["student"], plugin=True) as server:
-        raw = served(short(tiny_recipe, trainer__steps=9), server)
+        raw = served(short(tiny_recipe, trainer__steps=9 if interrupt_at else 3), server)
         display = Swapping(2, lambda: server.spoil("other_model", road="binary"))
-        display.interrupt_at = 4
+        display.interrupt_at = interrupt_at
         with pytest.raises(ValueError, match="right at step 0, .*no earlier step is saved"):
             run(raw, tmp_path / "run", display)
     assert list_checkpoints(tmp_path / "run") == []
@@ -356,20 +349,6 @@ def test_train_unverified_steps_are_said_at_the_end_and_resume(
     assert [text for text in display.texts if "warning: steps 1 to 2 are not verified" in text]
 
 
-def test_train_last_steps_are_checked_before_they_are_saved(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """A teacher that changes in the last steps of a run is seen at its end, before the save."""
-    models = tiny_models(TINY_RECIPE)
-    with SpoilingServer(models["teacher"], other=models["student"], plugin=True) as server:
-        raw = short(tiny_recipe, trainer__steps=3)
-        raw = served(raw, server)
-        display = Swapping(2, lambda: server.spoil("other_model", road="binary"))
-        with pytest.raises(ValueError, match="right at step 0"):
-            run(raw, tmp_path / "run", display)
-    assert list_checkpoints(tmp_path / "run") == []
-
-
 def test_train_restarted_teacher_is_asked_before_the_step_trains(
     tiny_recipe: Raw, tmp_path: Path
 ) -> None:
@@ -388,22 +367,6 @@ def test_train_restarted_teacher_is_asked_before_the_step_trains(
         with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url}"):
             run(raw, tmp_path / "run", display)
     assert display.steps == [1]
-
-
-def test_train_sampler_server_that_ignores_weights_is_seen(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """With a nucleus it is the watch that sees a server with old weights."""
-    with SpoilingServer(tiny_models(TINY_RECIPE)["student"]) as server:
-        raw = short(
-            tiny_recipe, checks__every=2, rollout__top_p=0.9, teacher__backend="transformers"
-        )
-        raw = served(raw, server, "rollout")
-        server.spoil("reload_ignored", after=3)  # the preflight's two, and that of step 1
-        display = Silent()
-        with pytest.raises(ValueError, match="sampler's log-probs are not"):
-            run(raw, tmp_path / "run", display)
-    assert display.steps == [1, 2]
 
 
 def test_train_evaluation_of_old_weights_is_never_logged(

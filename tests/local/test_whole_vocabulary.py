@@ -14,20 +14,28 @@ from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.local import evaluate as evaluate_module
+from prime_composer.local.dry_run import dry_run
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
-from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
-from prime_composer.step.batch import Batch, Pair, Sample
+from prime_composer.step.batch import Batch, PreferencePair, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.output_head import teacher_head
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import VOCAB, plain_overlap, random_samples, run, sample, tiny_models
-from tests.local.test_several_teachers import open_run, raw
+from tests.local.helpers import (
+    VOCAB,
+    open_run,
+    plain_overlap,
+    random_samples,
+    run,
+    sample,
+    tiny_models,
+)
+from tests.local.test_several_teachers import raw
 
 Raw = Callable[..., dict[str, Any]]
 LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 1)]
@@ -181,7 +189,7 @@ def test_gradient_in_bfloat16_is_the_same_in_small_batches() -> None:
 def test_pairs_train_beside_hidden_states(student: torch.nn.Module) -> None:
     """A micro-batch of preference pairs alone has no hidden states to compare."""
     samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4)
-    pairs = [Pair(sample(0), sample(1, ids=(5, 6, 9)))]
+    pairs = [PreferencePair(sample(0), sample(1, ids=(5, 6, 9)))]
     loss = {
         "type": "compose",
         "rl": {"weight": 0},
@@ -266,8 +274,8 @@ def test_students_choice_is_what_the_teacher_scores(tiny_recipe: Raw) -> None:
     recipe, engine = open_run(tiny_recipe(loss__k=4, loss__chosen_by="student"))
     with engine, torch.no_grad():
         ids = (5, 6, 7, 8)
-        scored = engine.score([replace(sample(0, ids=ids), problem=first_problem(engine))])
-        (one,) = scored.samples
+        own = replace(sample(0, ids=ids), problem=first_problem(engine))
+        ((one,), _) = engine.score([own])
         p = engine.model(torch.tensor([ids])).logits[0, 1:-1].log_softmax(-1)
         assert torch.equal(one.scores.token_ids, p.topk(4).indices)
         scorer = next(iter(engine.teachers.scorers.values()))
@@ -286,7 +294,7 @@ def test_plan_says_the_sizes_of_states_and_head(tiny_recipe: Raw) -> None:
     table = tiny_recipe(**FULL)
     tiny_models(table)
     recipe = parse_recipe(table)
-    lines = plan(recipe, load_problem_set(recipe.sources))
+    lines = dry_run(recipe, load_problem_set(recipe.sources))
     (line,) = (line for line in lines if "hidden states:" in line)
     width = TINY_RECIPE["teacher"]["prepare"]["hidden_size"]
     assert f"{4 * width:,} bytes per token" in line and f"output head {VOCAB} x {width}" in line

@@ -51,7 +51,7 @@ TESTS = {
     "losses/shared/balance.py": [LOSSES + "test_balance.py"],
     "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
-    "local/health.py": ["tests/local/test_health.py"],
+    "local/watch_metrics.py": ["tests/local/test_health.py"],
     **dict.fromkeys(
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],
@@ -577,10 +577,10 @@ MUTANTS: dict[str, Mutant] = {
         COLLAPSE, "collapse_metrics", ("is_own(sample)", "True")
     ),
     "collapse that recovered goes on": mutant(
-        "local/health.py", "CollapseCheck.add", ("self.since.pop(name, None)", "pass")
+        "local/watch_metrics.py", "CollapseCheck.add", ("self.since.pop(name, None)", "pass")
     ),
     "collapse ended by one good step": mutant(
-        "local/health.py", "CollapseCheck.add",
+        "local/watch_metrics.py", "CollapseCheck.add",
         ("self.within[name] >= self.config.steps", "True"),
     ),
     "ahead: one step more": mutant(
@@ -593,10 +593,10 @@ MUTANTS: dict[str, Mutant] = {
         AHEAD, "Ahead.take", ("min(step + self._steps, self._last)", "step + self._steps")
     ),
     "ahead: stale by one step less": mutant(
-        AHEAD, "Ahead.take", ("step - 1 - pending.sampled_at", "step - 2 - pending.sampled_at")
+        AHEAD, "Ahead._run", ("step - 1 - weights.step", "step - 2 - weights.step")
     ),
     "ahead: weights that still train": mutant(
-        AHEAD, "Ahead._copy", ("copy.deepcopy(self._model)", "self._model")
+        AHEAD, "Ahead._weights_after", ("copy.deepcopy(self._model)", "self._model")
     ),
     "plateau from the last of equal values": mutant(
         "recipe/watchers.py", "UntilConfig.best",
@@ -628,13 +628,13 @@ MUTANTS: dict[str, Mutant] = {
         "local/islands/outer.py", "OuterSteps.__init__", ("momentum > 0", "False")
     ),
     "growth over the last step": mutant(
-        "local/health.py", "CollapseCheck.add", ("self.first_length is None", "True")
+        "local/watch_metrics.py", "CollapseCheck.add", ("self.first_length is None", "True")
     ),
     "repetition ends at a token without a score": mutant(
         MODIFIERS, "RepetitionMask.apply", ("text is None", "True")
     ),
     "cut answers with an end": mutant(
-        "step/overflow.py", "fit", ("'length'", "rollout.finish_reason")
+        "step/overflow.py", "head_of", ("'length'", "rollout.finish_reason")
     ),
     "end by extrapolated scores": mutant(
         COLLAPSE, "end_metrics", ("ends and of_teacher", "ends")

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from prime_composer.local.opening import student_spec, teacher_spec
-from prime_composer.local.run_dir.model_check import local_models
-from prime_composer.local.run_dir.plan import require_libraries
+from prime_composer.local.requirements import check_libraries, local_models
 from prime_composer.recipe.loading import RecipeError, parse_recipe
-from prime_composer.recipe.routing import Routing
 from prime_composer.samplers.registry import open_sampler
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.upstream.export import export_recipe
@@ -144,7 +142,7 @@ def test_teacher_does_not_take_over_an_outside_sampler(tiny_recipe: Raw) -> None
     with pytest.raises(
         ValueError, match=r"is the student's sampler, and a teacher or \[reference\] has none"
     ):
-        require_libraries(recipe, Routing.of_recipe(recipe))
+        check_libraries(recipe)
 
 
 def test_function_that_opens_no_sampler_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:

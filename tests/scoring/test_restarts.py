@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_composer.local.run_dir.outcome import RunStopped
+from prime_composer.local.outcome import RunStopped
 from prime_composer.local.tracker import read_metrics
 from prime_composer.teachers.tape.store import inspect
 from tests.command import numbers

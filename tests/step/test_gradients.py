@@ -15,7 +15,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.step.batch import Batch, Pair, Sample
+from prime_composer.step.batch import Batch, PreferencePair, Sample
 from prime_composer.step.gradients import (
     MetricAverages,
     NonFiniteLoss,
@@ -173,7 +173,9 @@ def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
     prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
     texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
     pairs = [
-        Pair(*(Sample(response(prompt, answer_ids(text, tokenizer)), PROBLEM) for text in pair))
+        PreferencePair(
+            *(Sample(response(prompt, answer_ids(text, tokenizer)), PROBLEM) for text in pair)
+        )
         for pair in texts
     ]
     replay = {"weight": 0.5, "loss": {"type": name}}
@@ -201,7 +203,7 @@ def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
 
 
 def preference_loss(
-    name: str, pair: Pair, model: torch.nn.Module, reference: torch.nn.Module
+    name: str, pair: PreferencePair, model: torch.nn.Module, reference: torch.nn.Module
 ) -> torch.Tensor:
     """Return -log sigmoid(margin) of one pair, written out with a plain forward."""
     sums = []

@@ -9,7 +9,6 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import Limits
-from prime_composer.local.collect import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import open_engine
@@ -105,7 +104,7 @@ def narrow(tiny_recipe: Raw) -> Iterator[Callable[..., tuple[Recipe, Engine, Nar
 
 def collected(made: tuple[Recipe, Engine, Narrow]) -> tuple[Any, dict[str, float]]:
     recipe, engine, _ = made
-    return collect(engine, recipe, 1, Clock())
+    return collect(engine, recipe, 1)
 
 
 def test_step_trains_on_heads_with_the_scores_of_the_whole(narrow: Any) -> None:

@@ -31,7 +31,7 @@ set_environment()
 
 from prime_composer import distill  # noqa: E402
 from prime_composer.backends.hf_model import read_config  # noqa: E402
-from prime_composer.local.engine import Engine, Scored  # noqa: E402
+from prime_composer.local.engine import Engine  # noqa: E402
 from prime_composer.local.tracker import METRICS_FILE, read_metrics  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
@@ -77,7 +77,7 @@ def scores_in_training(kind: type[ByRows] | None) -> Iterator[None]:
     """Exchange what makes scores of a teacher's rows in training, and not in evaluations."""
     as_it_is = Engine.score
 
-    def score(engine: Engine, samples: Sequence[Sample]) -> Scored:
+    def score(engine: Engine, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         assert kind is not None and engine.teachers is not None
         (scorer,) = engine.teachers.scorers.values()
         assert isinstance(scorer, OwnTokenizerScorer)

@@ -91,7 +91,7 @@ def main() -> None:
             chosen = problems_of_step(problems, count, seed, step)
             rollouts = sample_rollouts(engine, recipe.rollout, chosen, seed, step)
             samples = [Sample(rollout, chosen[rollout.prompt_index]) for rollout in rollouts]
-            batch = Batch(engine.score(samples).samples)
+            batch = Batch(engine.score(samples)[0])
             for name, raw in LOSSES.items():
                 metrics = accumulate_gradients(
                     engine.model, setup_loss_fn(parse_loss(raw)), batch, recipe.trainer, step

@@ -13,7 +13,7 @@ from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import NEVER
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
-from prime_composer.local.run_dir.plan import check_sequences
+from prime_composer.local.dry_run import check_sequences
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import import_transformers, load_student
-from prime_composer.local.run_dir.model_check import check_models
-from prime_composer.local.run_dir.plan import plan
+from prime_composer.local.dry_run import dry_run
+from prime_composer.local.requirements import check_models
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -183,5 +183,5 @@ def test_layers_that_the_model_lacks_are_refused(
 
 def test_plan_names_the_layers_to_remove(source: Path) -> None:
     recipe = parse_recipe(recipe_of(source, [1, 3]))
-    lines = plan(recipe, load_problem_set(recipe.sources))
+    lines = dry_run(recipe, load_problem_set(recipe.sources))
     assert lines[0] == f"student: to be prepared now: {source}, without its layers 1, 3"

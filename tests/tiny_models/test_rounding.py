@@ -14,8 +14,8 @@ from torch import nn
 from prime_composer.backends.hf_model import ModelUnavailable, load_student
 from prime_composer.backends.model_files import fingerprint
 from prime_composer.cli.commands import main
-from prime_composer.local.run_dir.model_check import check_models, warnings_of_paths
-from prime_composer.local.run_dir.plan import plan
+from prime_composer.local.dry_run import dry_run
+from prime_composer.local.requirements import check_models, warnings_of_paths
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -232,7 +232,7 @@ def test_plan_names_the_model_to_round(source: Path) -> None:
     """A dry run says what is rounded and how, and afterwards where it is."""
     recipe = parse_recipe(recipe_of(source))
     problems = load_problem_set(recipe.sources)
-    lines = plan(recipe, problems)
+    lines = dry_run(recipe, problems)
     assert lines[0] == (
         f"student: to be prepared now: {source}, its weights rounded to 3 bits in groups of 8"
     )
@@ -244,7 +244,7 @@ def test_plan_names_the_model_to_round(source: Path) -> None:
 
     paths = prepare_models(recipe, problems, progress=progress)
     assert announced == [("student", 0)]
-    assert plan(recipe, problems)[0] == f"student: prepared, cached in {paths['student']}"
+    assert dry_run(recipe, problems)[0] == f"student: prepared, cached in {paths['student']}"
 
 
 def test_export_names_the_rounded_model(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prime_composer.local.run_dir.plan import describe_model
+from prime_composer.local.dry_run import describe_model
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import load_recipe

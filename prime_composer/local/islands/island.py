@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prime_composer.contract import given
 from prime_composer.local.engine import Engine
-from prime_composer.local.islands.join import Facts, IslandRefused, Join, digest
+from prime_composer.local.islands.join import Facts, IslandRefused, Join, json_digest
 from prime_composer.local.islands.outer import OuterSteps
 from prime_composer.local.student import Student
 from prime_composer.local.watch import Watch, WatchFailed
@@ -24,7 +24,7 @@ from prime_composer.recipe.schema import Recipe
 from prime_composer.samplers.server import ServerSampler
 
 
-def digest_of(tensors: Sequence[Tensor]) -> str:
+def tensors_digest(tensors: Sequence[Tensor]) -> str:
     """Return the SHA-256 of tensors' bytes, in their order."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -82,11 +82,11 @@ class Island:
         served = engine.sampler.started() if isinstance(engine.sampler, ServerSampler) else None
         teachers = json.dumps(watch.state_dict()["teachers"], default=Tensor.tolist)
         digests = {
-            "problems": digest(engine.data_digests),
-            "teachers' tokenizers": digest(engine.tokenizer_pairs),
+            "problems": json_digest(engine.data_digests),
+            "teachers' tokenizers": json_digest(engine.tokenizer_pairs),
         }
         if not self._join.is_late:
-            digests["student's weights at the start"] = digest_of(student.trained)
+            digests["student's weights at the start"] = tensors_digest(student.trained)
         self._join.say("opened", {"sampler": served, "teachers": teachers}, **digests)
         for other, theirs in self._gather("opened").items():
             if served is not None and served == theirs["opened"]["sampler"]:

@@ -53,7 +53,7 @@ class IslandRefused(ValueError):
     """Islands do not belong to one run. The message names both."""
 
 
-def digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     """Return the SHA-256 of what JSON takes."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -67,7 +67,7 @@ def recipe_digest(recipe: Recipe) -> str:
         kept = [key for key in table if not OWN_KEYS.fullmatch(name + key)]
         return {key: shared(table[key], f"{name}{key}.") for key in kept}
 
-    return digest(shared(recipe.model_dump(mode="json")))
+    return json_digest(shared(recipe.model_dump(mode="json")))
 
 
 class Join:

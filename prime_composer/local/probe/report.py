@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.local.preflight import Finding, one_line
+from prime_composer.local.preflight import CheckResult, one_line
 
 SupportSize = int | Literal["full", "states"]  # K ids, the whole vocabulary, or hidden states
 
@@ -214,7 +214,7 @@ class StepForecast:
 class ProbeReport:
     """Everything that ``prime-rl probe`` found."""
 
-    findings: Sequence[Finding]  # the preflight's in order, then those about a step
+    findings: Sequence[CheckResult]  # the preflight's in order, then those about a step
     recommendations: Sequence[str] = ()
     step: StepForecast | None = None  # None where the models could not be opened
     student: StudentReport | None = None  # likewise

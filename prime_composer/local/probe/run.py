@@ -18,14 +18,13 @@ from prime_composer.backends.transformers import window_of
 from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
-from prime_composer.local.health import tokens_of_no_use
 from prime_composer.local.opening import open_engine, student_spec, tokenizer_of
 from prime_composer.local.preflight import (
     TOLERANCES,
-    Finding,
+    CheckResult,
     State,
+    all_findings,
     check_routing,
-    examine,
     one_line,
 )
 from prime_composer.local.probe.report import (
@@ -47,6 +46,7 @@ from prime_composer.local.probe.teacher import (
     probe_teacher,
     read_tokenizer,
 )
+from prime_composer.local.watch_metrics import tokens_of_no_use
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
@@ -91,13 +91,13 @@ def probe(
     """Open a recipe's models, run the preflight's checks, and measure. A failure is a result."""
     routing = Routing.of_recipe(recipe)
     if (refused := next(refusals(recipe, routing), None)) is not None:
-        return ProbeReport([Finding(OPENING, "failed", refused)])
+        return ProbeReport([CheckResult(OPENING, "failed", refused)])
     recipe = impatient(recipe)
     try:
         check_routing(routing, problems)
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:
-        return ProbeReport([Finding(OPENING, "failed", one_line(error))])
+        return ProbeReport([CheckResult(OPENING, "failed", one_line(error))])
     with engine, all_cores(engine.model):
         return probe_engine(engine, recipe, status, seconds)
 
@@ -148,7 +148,7 @@ def probe_engine(
 ) -> ProbeReport:
     """Run the checks and measure open models; see ``probe``. Their weights stay as they are."""
     status("running the preflight's checks")
-    findings = examine(engine, recipe, sends_weights=recipe.rollout.url is None).findings
+    findings = all_findings(engine, recipe, sends_weights=recipe.rollout.url is None)
     status("running a step up to its backward pass")
     step = FirstStep()
     step.run(Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()))
@@ -223,15 +223,15 @@ class FirstStep:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
-    def finding(self, part: str, lap: str) -> Finding:
+    def finding(self, part: str, lap: str) -> CheckResult:
         """Return whether a part of the step could be measured, whose last lap is given."""
         name, seconds = f"a step's {part}", self.laps.get(f"time/{lap}")
         if seconds is not None:
-            return Finding(name, "ok", numbers={"seconds": seconds})
+            return CheckResult(name, "ok", numbers={"seconds": seconds})
         if lap == "train" and not self.samples:
-            return Finding(name, "skipped", "no rollout was sampled")
+            return CheckResult(name, "skipped", "no rollout was sampled")
         state: State = "skipped" if isinstance(self.error, NotMeasured) else "failed"
-        return Finding(name, state, one_line(given(self.error)))
+        return CheckResult(name, state, one_line(given(self.error)))
 
     def forecast(self, config: TrainerConfig, column: str | None) -> StepForecast:
         """Return the seconds of each part. ``column`` is what the teachers are asked for."""
@@ -247,25 +247,27 @@ class FirstStep:
         )
 
 
-def scoring_finding(table: str, teacher: TeacherReport, own: SupportSize) -> Finding:
+def scoring_finding(table: str, teacher: TeacherReport, own: SupportSize) -> CheckResult:
     """Return whether a teacher scored at the recipe's K, and gave no wrong answer."""
     name = f"[{table}] a step's scoring"
     if teacher.wrong_answers:
-        return Finding(name, "failed", teacher.wrong_answers[0])
+        return CheckResult(name, "failed", teacher.wrong_answers[0])
     for entry in teacher.throughput:
         if entry.column == str(own) and entry.refused is not None:
-            return Finding(name, "failed", entry.refused)
-    return Finding(name, "ok") if teacher.throughput else Finding(name, "skipped", NO_ROLLOUT)
+            return CheckResult(name, "failed", entry.refused)
+    return (
+        CheckResult(name, "ok") if teacher.throughput else CheckResult(name, "skipped", NO_ROLLOUT)
+    )
 
 
-def tokenizer_findings(table: str, teacher: TeacherReport) -> list[Finding]:
+def tokenizer_findings(table: str, teacher: TeacherReport) -> list[CheckResult]:
     """Return whether a teacher with a tokenizer of its own can judge the student's tokens."""
     pair, name = teacher.tokenizers, f"[{table}] tokenizers"
     if pair is None:
         return []
     metrics = {"xtok/noncanonical": pair.noncanonical, "xtok/unscored": pair.unscored}
     warnings = tokens_of_no_use(metrics).values()
-    return [Finding(name, "ok"), *(Finding(name, "warning", text) for text in warnings)]
+    return [CheckResult(name, "ok"), *(CheckResult(name, "warning", text) for text in warnings)]
 
 
 def recipe_column(engine: Engine) -> SupportSize:

@@ -1,31 +1,12 @@
-"""Check the student's weights after every optimizer step, and what steps measured."""
+"""Watch what steps and evaluations measure: a student that collapses, a teacher of no use."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.watchers import CollapseConfig
-from prime_composer.step.gradients import NonFiniteLoss
-
-LARGEST_GROWTH = 100.0  # How often a tensor's norm at the run's start its norm may become
-
-SMALLEST_RMS = 0.01
-"""Root mean square below which a tensor's start counts as this.
-
-A matrix that begins at 0 has no norm to compare with. At 0.01 it may grow to entries of 1.
-"""
-
-SMALLEST_RMS_OF_FEW = 0.1
-"""The same for a tensor of fewer than ``FEW_ENTRIES``. A gate or a scale that begins at 0 has
-entries beyond 1 by right; it may grow to 10."""
-
-FEW_ENTRIES = 1000
 
 LARGEST_SHARE = 0.05  # Of the student's tokens from which on a word is due
 
@@ -40,7 +21,6 @@ REMEDIES = {
     ),
 }
 """What a teacher with a tokenizer of its own measures of a step, and what to do about it."""
-
 
 GROWTH = "rollout/growth"  # Mean length of the student's rollouts, in those of the first step
 
@@ -171,46 +151,6 @@ class CollapseCheck:
         ]
 
 
-class ExplodedWeights(NonFiniteLoss):
-    """An optimizer step left weights that are not finite, or far larger than at the start."""
-
-
-@dataclass(frozen=True, eq=False)
-class WeightCheck:
-    """The Euclidean norms of the tensors that train, at the run's start, in the model's order."""
-
-    norms: Tensor
-
-    @classmethod
-    def of_model(cls, model: nn.Module) -> "WeightCheck":
-        """Return the check of a run that begins with these weights."""
-        return cls(norms_of([*trained(model).values()]))
-
-    def check(self, model: nn.Module, step: int) -> None:
-        """Refuse weights that are NaN, infinite, or whose norm grew beyond ``LARGEST_GROWTH``."""
-        names, parameters = zip(*trained(model).items(), strict=True)
-        norms = norms_of(parameters)
-        sizes = torch.tensor([parameter.numel() for parameter in parameters])
-        floors = torch.where(sizes < FEW_ENTRIES, SMALLEST_RMS_OF_FEW, SMALLEST_RMS)
-        limits = LARGEST_GROWTH * self.norms.maximum(floors * sizes.sqrt())
-        # Not written as norms > limits, which a NaN passes.
-        failed = (~(norms <= limits)).nonzero()[:, 0].tolist()
-        if not failed:
-            return
-        first = failed[0]
-        others = f" and {len(failed) - 1} other tensors" if len(failed) > 1 else ""
-        # In float64, where the squares of 1e30 have room.
-        norm, start = float(parameters[first].detach().double().norm()), float(self.norms[first])
-        if math.isfinite(norm):
-            state = f"have norm {norm:.2g}, from {start:.2g} at the run's start"
-        else:
-            state = "are not finite numbers"
-        raise ExplodedWeights(
-            f"step {step}: after the optimizer's step the weights of {names[first]}{others} "
-            f"{state}; this step is not saved. Lower trainer.lr or trainer.weight_decay"
-        )
-
-
 def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
     """Return a warning for each teacher whose greedy answers are all wrong.
 
@@ -235,14 +175,3 @@ def tokens_of_no_use(metrics: Mapping[str, float]) -> dict[str, str]:
         for name in metrics
         if name.endswith(metric) and metrics[name] > LARGEST_SHARE
     }
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that train, by name: all, or those of an adapter."""
-    return {name: one for name, one in model.named_parameters() if one.requires_grad}
-
-
-@torch.no_grad()
-def norms_of(parameters: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean norm of each tensor in float32, on the CPU."""
-    return torch.stack(torch._foreach_norm(list(parameters))).float().cpu()

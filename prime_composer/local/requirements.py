@@ -1,16 +1,23 @@
-"""Refuse models that do not fit a recipe before any of them is built or loaded."""
+"""Refuse what a recipe lacks on this machine before anything is built or loaded."""
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from prime_composer.backends.cpu_guard import built_for_cpu
+from prime_composer.backends.errors import how_to_install
 from prime_composer.backends.hf_model import ModelUnavailable, refuse_quantized
-from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
+from prime_composer.backends.lora.adapter import (
+    CONFIG,
+    check_directory,
+    folder_of_adapter,
+    import_peft,
+)
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,
@@ -18,12 +25,20 @@ from prime_composer.backends.model_files import (
     why_not_on_hub,
 )
 from prime_composer.backends.transformers import window
+from prime_composer.local.tracker import import_wandb
+from prime_composer.problems.metrics import require_library
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dropped
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Unsharded weights; shards have an index
+
+
+def check_requirements(recipe: Recipe, hub: bool = True) -> None:
+    """Refuse a run whose models or libraries are not here; ``hub``: ask it for its models."""
+    check_models(recipe, hub)
+    check_libraries(recipe)
 
 
 def check_models(recipe: Recipe, hub: bool = True) -> None:
@@ -54,6 +69,27 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
                 f"{origin} has {limit} positions and rollout.max_model_len is {longest}, which "
                 f"{backend} refuses: set it to at most {limit}"
             )
+
+
+def check_libraries(recipe: Recipe) -> None:
+    """Refuse a run whose libraries are missing, naming all of them with their pip lines."""
+    student = recipe.rollout.backend
+    backends = {student}
+    if recipe.asks_teacher:
+        opened = Routing.of_recipe(recipe).opened.values()
+        backends |= {teacher.runs_on(student) for teacher in opened}
+    libraries = {"transformers", "rich", "matplotlib"}
+    libraries |= {library for name in backends for library in backend_of(name).libraries}
+    libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
+    missing = sorted(name for name in libraries if find_spec(name) is None)
+    if missing:
+        raise ImportError(f"this recipe needs {', '.join(missing)}: {how_to_install()}")
+    for data in recipe.problem_sources.values():
+        require_library(data.metric)
+    if recipe.student.lora is not None:
+        import_peft()
+    if recipe.logging.wandb is not None:
+        import_wandb()
 
 
 def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:

@@ -26,17 +26,16 @@ class NoRoom(ValueError):
     """The disk has no room for the checkpoints of a run."""
 
 
-def describe(error: OSError) -> str:
-    """Return an error of the operating system as one sentence: path, reason, remedy."""
+def describe_error(error: BaseException) -> str:
+    """Return an error as one sentence; one of the operating system as path, reason, remedy."""
+    if not isinstance(error, OSError):
+        return str(error)
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
     reason = error.strerror or str(error) or type(error).__name__
-    where = f"{' -> '.join(_shortened(name) for name in names)}: " if names else ""
+    shown = [name if len(name) <= 200 else f"{name[:120]}...{name[-60:]}" for name in names]
+    where = f"{' -> '.join(shown)}: " if names else ""
     remedy = REMEDIES.get(error.errno or 0)
     return f"{where}{reason}" + (f"; {remedy}" if remedy else "")
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 200 else f"{name[:120]}...{name[-60:]}"
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -60,12 +59,7 @@ def free_bytes(folder: Path) -> int | None:
     return usage.free if usage.total else None
 
 
-def used_bytes(folder: Path) -> int:
-    """Return the sizes of all files under ``folder``, added up; 0 where there is none."""
-    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
-
-
-def readable(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes."""
     value, unit = float(size), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):

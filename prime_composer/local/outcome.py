@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_composer.local.run_dir.checkpoint import Checkpoint, list_checkpoints
+from prime_composer.local.checkpoint import Checkpoint, list_checkpoints
 
 
 class RunStopped(ValueError):
@@ -22,23 +22,15 @@ class RunStopped(ValueError):
 
 @dataclass
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        run_dir: the run directory.
-        steps: finished steps.
-        interrupted: whether a signal ended the run before its last step.
-        evaluations: step -> what was measured after it; step 0 is before training.
-        signum: number of the signal that came; None without one.
-        best: step of the evaluation by which ``trainer.until`` ended the run; None if it did not.
-    """
+    """How a run ended."""
 
     run_dir: Path
-    steps: int
-    interrupted: bool
+    steps: int  # finished
+    interrupted: bool  # a signal ended the run before its last step
+    # what was measured after each step; step 0 is before training
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    signum: int | None = None
-    best: int | None = None
+    signum: int | None = None  # number of the signal that came; None without one
+    best: int | None = None  # the evaluation by which ``trainer.until`` ended the run
 
     @property
     def student(self) -> Path | None:

@@ -8,14 +8,14 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.samplers.registry import BackendSpec
-from prime_composer.step.batch import Pair
+from prime_composer.step.batch import PreferencePair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.header import header_of, is_same_teacher
 
 WHOSE = ("model", "fingerprint", "dtype")  # Of a tape's header: these name a teacher
 
 
-def data_digests(problems: ProblemSet, pairs: Sequence[Pair]) -> dict[str, str]:
+def data_digests(problems: ProblemSet, pairs: Sequence[PreferencePair]) -> dict[str, str]:
     """Return digests of data and replay pairs, by the words that name them."""
     sides = (one for pair in pairs for one in (pair.chosen, pair.rejected))
     return {

@@ -1,15 +1,19 @@
-"""Choose and claim the directory of a run: a new one, an earlier start's, or one to continue."""
+"""The directory of a run: a new one, an earlier start's, or one to continue. One process has it."""
 
 import errno
 import itertools
 import os
 import re
+import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from prime_composer.backends.errors import naming
 from prime_composer.local.answers import ANSWERS_FILE
-from prime_composer.local.run_dir.checkpoint import (
+from prime_composer.local.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
     find_checkpoint,
@@ -17,8 +21,7 @@ from prime_composer.local.run_dir.checkpoint import (
     remove,
     whole_checkpoint,
 )
-from prime_composer.local.run_dir.lock import HOLDER_FILE, LOCK_FILE, InUse, RunLock, check_free
-from prime_composer.local.run_dir.recipe_file import (
+from prime_composer.local.recipe_file import (
     RECIPE_FILE,
     UNFINISHED,
     Tables,
@@ -33,6 +36,12 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
+LOCK_FILE = ".lock"
+HOLDER_FILE = ".holder"  # Host and process of the run that is or was the last one here
+
+WAIT_SECONDS = 0.2  # ``check_free`` may hold the lock briefly
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _FIRST = {HOLDER_FILE, UNFINISHED, LOCK_FILE}  # What is written before the recipe
 
 _INSIDE = {
@@ -45,8 +54,12 @@ _FILES = {RECIPE_FILE, METRICS_FILE, "metrics.tmp", ANSWERS_FILE, WANDB_ID_FILE,
 _OURS = {*_FIRST, *_FILES, *_INSIDE, "wandb"}
 
 
+class InUse(ValueError):
+    """Another process holds the run directory. The message names it."""
+
+
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """What the user asked for."""
 
     recipe: Recipe
@@ -83,46 +96,46 @@ class RunDir:
         return f"run directory: {self.path}{resumed}{note}"
 
 
-def choose_run_dir(wish: Wish) -> RunDir:
+def choose_run_dir(request: RunRequest) -> RunDir:
     """Return the directory that ``claim_run_dir`` would claim now. Write nothing."""
-    run_dir = _choose(wish)
+    run_dir = _choose(request)
     if run_dir.checkpoint is not None:
         whole_checkpoint(run_dir.path, run_dir.checkpoint.step)
     return run_dir
 
 
-def _choose(wish: Wish) -> RunDir:
+def _choose(request: RunRequest) -> RunDir:
     """Return what ``choose_run_dir`` returns, with a checkpoint that was not read."""
-    if wish.output_dir is not None:
-        return _look_at(Path(wish.output_dir, wish.folder), wish)
-    outputs, stem = Path("outputs"), wish.recipe_path.stem
+    if request.output_dir is not None:
+        return _look_at(Path(request.output_dir, request.folder), request)
+    outputs, stem = Path("outputs"), request.recipe_path.stem
     newest, free = None, outputs / stem
     for number in itertools.count(2):
         if not os.path.lexists(free):
             break
         newest, free = free, outputs / f"{stem}-{number}"
     if newest is None:
-        if wish.resume:
+        if request.resume:
             raise RecipeError(
                 f"--resume: no run of {stem} under outputs/; name it with --output-dir"
             )
-        return RunDir(free / wish.folder)
-    if wish.resume or wish.overwrite:
-        return _look_at(newest / wish.folder, wish)
+        return RunDir(free / request.folder)
+    if request.resume or request.overwrite:
+        return _look_at(newest / request.folder, request)
     with suppress(RecipeError, InUse):  # an earlier start that ended before its first checkpoint
-        if _names(newest / wish.folder):
-            return _look_at(newest / wish.folder, wish)
-    return RunDir(free / wish.folder)
+        if _names(newest / request.folder):
+            return _look_at(newest / request.folder, request)
+    return RunDir(free / request.folder)
 
 
 @dataclass
-class Claim:
+class HeldRunDir:
     """A run directory that this process holds until the block ends."""
 
     run_dir: RunDir  # the directory
     tables: Tables  # the recipe of the run
     created: bool  # this process made the directory
-    _lock: RunLock = field(repr=False)
+    _lock: FileLock = field(repr=False)
 
     @property
     def path(self) -> Path:
@@ -134,7 +147,7 @@ class Claim:
             _clear(self.path)
         write_recipe(self.path, self.tables)
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "HeldRunDir":
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -149,34 +162,34 @@ class Claim:
         self._lock.release()
 
 
-def claim_run_dir(wish: Wish) -> Claim:
+def claim_run_dir(request: RunRequest) -> HeldRunDir:
     """Take a directory that no other run has, also if two start at once, with the recipe in it."""
-    numbered = wish.output_dir is None and not wish.resume
+    numbered = request.output_dir is None and not request.resume
     while True:
-        path = _choose(wish).path
+        path = _choose(request).path
         created = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=not (created and numbered))
-            lock = RunLock(path)
+            lock = lock_run_dir(path)
         except (FileExistsError, InUse):  # another run was faster
             if numbered:
                 continue
             raise
         try:
-            run_dir = _look_at(path, wish, held=True)
+            run_dir = _look_at(path, request, held=True)
             if run_dir.checkpoint is not None:
                 whole_checkpoint(path, run_dir.checkpoint.step)
             if not (run_dir.replaces or run_dir.checkpoint):
-                write_recipe(path, wish.tables)
+                write_recipe(path, request.tables)
         except BaseException as error:
             lock.release()
             if numbered and isinstance(error, RecipeError):
                 continue
             raise
-        return Claim(run_dir, wish.tables, created, lock)
+        return HeldRunDir(run_dir, request.tables, created, lock)
 
 
-def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
+def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
     """Return what a run in this directory would be. A checkpoint is not read."""
     if os.path.lexists(path) and not path.is_dir():
         raise _taken(path)
@@ -186,11 +199,11 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
     if names and names <= _FIRST:
         return RunDir(path)
     if not names:
-        if wish.resume:
+        if request.resume:
             raise _no_checkpoint(path)
         _check_writable(path)
         return RunDir(path)
-    if wish.overwrite:
+    if request.overwrite:
         if RECIPE_FILE not in names:
             raise RecipeError(
                 f"--overwrite: {path} holds no {RECIPE_FILE}, so it is no run; nothing was "
@@ -200,20 +213,20 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
         note = "--overwrite: the run in it is deleted when this one begins"
         return RunDir(path, replaces=True, note=note)
     checkpoints = list_checkpoints(path)
-    if wish.resume and checkpoints:
-        checkpoint = find_checkpoint(path, wish.step)
-        return RunDir(path, checkpoint, note=check_continues(path, wish.tables, checkpoint.step))
+    if request.resume and checkpoints:
+        checkpoint = find_checkpoint(path, request.step)
+        return RunDir(path, checkpoint, note=check_continues(path, request.tables, checkpoint.step))
     if not checkpoints and RECIPE_FILE in names:
         others = foreign_files(path)
-        changed = changed_keys(read_recipe(path), wish.tables)
+        changed = changed_keys(read_recipe(path), request.tables)
         if not others and not changed:
             note = "an earlier start in it ended before its first checkpoint; starting over"
             return RunDir(path, replaces=True, note=note)
-        if wish.resume:
+        if request.resume:
             reasons = [f"it was started with other values of {', '.join(changed)}"] * bool(changed)
             reasons += [f"it holds other files ({', '.join(others[:3])})"] * bool(others)
             raise _no_checkpoint(path, f", and {' and '.join(reasons)}")
-    raise _no_checkpoint(path) if wish.resume else _taken(path)
+    raise _no_checkpoint(path) if request.resume else _taken(path)
 
 
 def _check_writable(path: Path) -> None:
@@ -274,3 +287,47 @@ def _taken(path: Path) -> RecipeError:
     return RecipeError(
         f"{path} exists and is not empty; nothing was touched. Name another --output-dir{remedy}"
     )
+
+
+def lock_run_dir(run_dir: Path) -> FileLock:
+    """Take the kernel's lock on a run directory, which ends with this process however that dies."""
+    lock = _acquired(run_dir)
+    # Beside the lock: over NFS, closing the lock file a second time would release it.
+    holder = run_dir / HOLDER_FILE
+    try:
+        with naming(holder):
+            holder.write_text(f"{socket.gethostname()} {os.getpid()}\n", encoding="utf-8")
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def check_free(run_dir: Path) -> None:
+    """Check that no process holds a run directory. Write nothing."""
+    if os.access(run_dir / LOCK_FILE, os.W_OK):
+        _acquired(run_dir).release()
+
+
+def _acquired(run_dir: Path) -> FileLock:
+    """Return the lock of a directory, which is free on a file system that knows no locks."""
+    lock = FileLock(run_dir / LOCK_FILE, timeout=WAIT_SECONDS, thread_local=False)
+    try:
+        lock.acquire(poll_interval=WAIT_SECONDS / 10)
+    except (Timeout, FileNotFoundError):  # its owner may just have deleted the directory
+        raise InUse(
+            f"{run_dir} is in use by {_holder(run_dir)}; wait for that run, stop it, or name "
+            "another --output-dir"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return lock
+
+
+def _holder(run_dir: Path) -> str:
+    try:
+        host, process = (run_dir / HOLDER_FILE).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return "another process"
+    return f"process {process} on {host}"

@@ -1,6 +1,7 @@
-"""Write checkpoints that are complete or absent, and check them before anything is loaded.
+"""Checkpoints are complete or absent, and are checked before anything is loaded.
 
-The last file of one is ``manifest.json``, with the SHA-256 of every other file.
+One is written beside the older ones, flushed, and renamed. Its last file, ``manifest.json``, has
+the SHA-256 of every other file.
 """
 
 import contextlib
@@ -16,17 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from prime_composer.backends.errors import naming, os_error
 from prime_composer.backends.hf_model import without_progress_bars
-from prime_composer.local.run_dir.disk import (
-    FULL,
-    NoRoom,
-    describe,
-    free_bytes,
-    readable,
-    used_bytes,
-)
+from prime_composer.local.disk import FULL, NoRoom, describe_error, format_bytes, free_bytes
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
@@ -53,9 +48,8 @@ class CheckpointNotSaved(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk."""
+    """A folder with the model in Hugging Face format, or its adapter, and the trainer's state."""
 
-    # directory with the model in Hugging Face format, or its adapter, and the trainer's state
     path: Path
     step: int  # finished optimizer steps
 
@@ -65,20 +59,16 @@ class Checkpoint:
         try:
             saved = json.loads(manifest.read_text(encoding="utf-8"))
             step, digests = saved["step"], dict(saved["files"])
+            wrong = [name for name, known in digests.items() if _sha256(self.path / name) != known]
         except OSError as error:
-            raise DamagedCheckpoint(describe(error)) from error
+            raise DamagedCheckpoint(describe_error(error)) from error
         except (ValueError, LookupError, TypeError, RecursionError):
             raise DamagedCheckpoint(f"{manifest} is not a manifest") from None
         if step != self.step:
             raise DamagedCheckpoint(f"{manifest} is that of step {step}, not of step {self.step}")
-        for name, digest in digests.items():
-            file = self.path / name
-            try:
-                right = _sha256(file) == digest
-            except OSError as error:
-                raise DamagedCheckpoint(describe(error)) from error
-            if not right:
-                raise DamagedCheckpoint(f"{file} is not what was saved (its SHA-256 differs)")
+        if wrong:
+            file = self.path / wrong[0]
+            raise DamagedCheckpoint(f"{file} is not what was saved (its SHA-256 differs)")
         for name in sorted(_files_of(self.path).keys() - digests.keys() - {MANIFEST}):
             if _is_loaded(name):
                 raise StrayFile(
@@ -111,9 +101,7 @@ def save_checkpoint(
     A crash leaves the older ones, and at most one ``.tmp`` that the next save removes.
     """
     folder = run_dir / CHECKPOINTS
-    target = folder / _name(step)
-    unfinished = _unused(target, ".tmp")
-    renamed = False
+    target, unfinished, renamed = folder / f"step_{step:06d}", None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(folder)
@@ -129,17 +117,19 @@ def save_checkpoint(
         cause = os_error(error)
         if cause is None:
             raise
-        if renamed:  # its name may not be on the disk, so that it is no checkpoint to go on from
+        if unfinished is not None:
             with contextlib.suppress(OSError):
-                os.rename(target, unfinished)
-        shutil.rmtree(unfinished, ignore_errors=True)
+                if renamed:  # its name may not be on the disk: it is none to go on from
+                    os.rename(target, unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
         room = ""
         if cause.errno in FULL:
             free = free_bytes(folder)
-            room = f" ({readable(tensor_bytes([model.state_dict(), state]))} needed"
-            room += ")" if free is None else f", {readable(free)} free)"
+            room = f" ({format_bytes(tensor_bytes([model.state_dict(), state]))} needed"
+            room += ")" if free is None else f", {format_bytes(free)} free)"
         raise CheckpointNotSaved(
-            f"the checkpoint of step {step} could not be saved in {folder}{room}: {describe(cause)}"
+            f"the checkpoint of step {step} could not be saved in {folder}{room}: "
+            f"{describe_error(cause)}"
         ) from error
     _delete_old(run_dir, keep, kept)
     return Checkpoint(target, step)
@@ -168,9 +158,7 @@ def _delete_old(run_dir: Path, keep: int, kept: Iterable[int]) -> None:
             continue
         with contextlib.suppress(OSError):
             # Renamed first, so that a half-deleted checkpoint does not look complete.
-            deleted = _unused(old.path, ".tmp")
-            os.rename(old.path, deleted)
-            remove(deleted)
+            remove(old.path.rename(_unused(old.path, ".tmp")))
 
 
 def _write(folder: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
@@ -193,48 +181,44 @@ def _write(folder: Path, step: int, model: Any, tokenizer: Any, state: dict[str,
 
 def tensor_bytes(values: Any) -> int:
     """Return the bytes of all tensors in nested dicts and lists. A shared tensor counts once."""
-    found: dict[int, int] = {}
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, dict):
-            for inner in value.values():
-                add(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                add(inner)
-
-    add(values)
-    return sum(found.values())
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None) -> None:
-    """Check that the disk has room for the checkpoints of a run, each of ``size`` bytes."""
+    """Refuse a disk without room for ``count`` checkpoints of ``size`` bytes.
+
+    The run's own will be deleted, and count as free; those after ``resumed`` stay.
+    """
     free = free_bytes(run_dir)
     if free is None:
         return
-    room = free + sum(
-        used_bytes(checkpoint.path)
-        for checkpoint in list_checkpoints(run_dir)
-        if resumed is None or checkpoint.step <= resumed
-    )
+    own = [one for one in list_checkpoints(run_dir) if resumed is None or one.step <= resumed]
+    files = (path for one in own for path in one.path.rglob("*") if not path.is_dir())
+    room = free + sum(path.lstat().st_size for path in files)
     if room < size * count:
         raise NoRoom(
-            f"{run_dir}: the checkpoints of this run need {readable(size * count)} "
-            f"({count} of {readable(size)} at once), and the disk has room for {readable(room)}; "
-            "free some, name an --output-dir on another disk, or lower checkpoint.keep"
+            f"{run_dir}: the checkpoints of this run need {format_bytes(size * count)} "
+            f"({count} of {format_bytes(size)} at once), and the disk has room for "
+            f"{format_bytes(room)}; free some, name an --output-dir on another disk, or lower "
+            "checkpoint.keep"
         )
 
 
 def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first, whole or damaged."""
-    checkpoints = []
-    for path in (Path(run_dir) / CHECKPOINTS).glob("step_*"):
-        digits = path.name.removeprefix("step_")
-        if re.fullmatch("[0-9]+", digits) and path.name == _name(int(digits)) and path.is_dir():
-            checkpoints.append(Checkpoint(path, int(digits)))
+    checkpoints = [
+        Checkpoint(path, int(path.name.removeprefix("step_")))
+        for path in (Path(run_dir) / CHECKPOINTS).glob("step_*")
+        if re.fullmatch("step_([0-9]{6}|[1-9][0-9]{6,})", path.name) and path.is_dir()
+    ]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+
+def resume_options(run_dir: Path, step: int) -> str:
+    """Return the options with which a command continues a run from one of its checkpoints."""
+    newest = list_checkpoints(run_dir)[-1].step
+    return "--resume" if step == newest else f"--resume --step {step}"
 
 
 def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
@@ -245,8 +229,7 @@ def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
     except StrayFile:  # whose sentence has its remedy
         raise
     except DamagedCheckpoint as error:
-        others = [other for other in list_checkpoints(run_dir) if other != chosen]
-        raise DamagedCheckpoint(f"{error}; {_remedy(others)}") from error
+        raise DamagedCheckpoint(f"{error}; {_newest_whole(run_dir, chosen)}") from error
     return chosen
 
 
@@ -260,7 +243,9 @@ def find_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
     raise DamagedCheckpoint(f"{run_dir} has no checkpoint of step {step}; it has {steps}")
 
 
-def _remedy(others: list[Checkpoint]) -> str:
+def _newest_whole(run_dir: Path, damaged: Checkpoint) -> str:
+    """Return the remedy for a damaged checkpoint: another one."""
+    others = [one for one in list_checkpoints(run_dir) if one != damaged]
     for checkpoint in reversed(others):
         go_on = f"continue from it with --resume --step {checkpoint.step}"
         try:
@@ -275,13 +260,8 @@ def _remedy(others: list[Checkpoint]) -> str:
 
 def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
     """Rename the checkpoints after ``step``, which the run replaces; return their new names."""
-    renamed = []
-    for checkpoint in list_checkpoints(run_dir):
-        if checkpoint.step > step:
-            path = _unused(checkpoint.path, ".aside")
-            os.rename(checkpoint.path, path)
-            renamed.append(path)
-    return renamed
+    newer = [one.path for one in list_checkpoints(run_dir) if one.step > step]
+    return [path.rename(_unused(path, ".aside")) for path in newer]
 
 
 def remove(path: Path) -> None:
@@ -290,10 +270,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def _unused(path: Path, suffix: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_composer.local.run_dir.disk import replace_text
+from prime_composer.local.disk import replace_text
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import MASK
