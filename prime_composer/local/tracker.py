@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.backends.errors import naming
-from prime_composer.local.disk import describe, replace_text
+from prime_composer.local.disk import describe_error, replace_text
 from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.schema import LoggingConfig
 
@@ -139,7 +139,9 @@ class Tracker:
         try:
             self._tensorboard.file_writer.add_summary(numbers, step)
         except OSError as error:
-            self._warn(f"warning: TensorBoard's files end before step {step}: {describe(error)}")
+            self._warn(
+                f"warning: TensorBoard's files end before step {step}: {describe_error(error)}"
+            )
             self._tensorboard = None
 
     def sync(self) -> None:
@@ -153,7 +155,9 @@ class Tracker:
             try:
                 self._tensorboard.close()
             except OSError as error:
-                self._warn(f"warning: TensorBoard's files are not complete: {describe(error)}")
+                self._warn(
+                    f"warning: TensorBoard's files are not complete: {describe_error(error)}"
+                )
         if self._wandb is not None:
             self._wandb.finish()
 
