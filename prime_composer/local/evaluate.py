@@ -54,13 +54,6 @@ class Graded(NamedTuple):
     tool_calls: float = math.nan  # calls of tools in them, likewise
 
 
-class Answers(NamedTuple):
-    """What was sampled, by the place of what was asked."""
-
-    rollouts: dict[int, Rollout]  # the answers to problems
-    episodes: dict[int, Episode]  # the rollouts of tasks that did not fail
-
-
 SUMS = ("reverse_kl", "forward_kl", "entropy", "overlap", "overlap_advantage", "tokens")
 """What is summed over the tokens of a rollout, in nats: KL(student || teacher), KL(teacher ||
 student), the student's entropy, ``overlap``; and how many tokens were summed."""
@@ -161,6 +154,7 @@ class Evaluator:
             return self._overall("teacher", graded)
         if engine.teachers is None:
             return {}
+        prompt, read_as = self.problems.prompt, engine.teachers.prompt
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
         answered: dict[int, Graded] = {}
@@ -181,7 +175,7 @@ class Evaluator:
                 for index, share in enumerate(shares)
                 if teacher in share
                 and index not in tasks
-                and (room is None or self._fits(self._read_by(teacher, problems[index]), room))
+                and (room is None or self._fits(read_as(teacher, prompt(problems[index])), room))
             ]
             if not indices:
                 continue
@@ -255,10 +249,6 @@ class Evaluator:
             return replace(answer, score=reward, metric=config.metric)
         return replace(answer, correct=bool(reward) if config.scored else None)
 
-    def _read_by(self, teacher: TeacherId, problem: Problem) -> Sequence[int]:
-        """Return a teacher's prompt of a problem."""
-        return given(self.engine.teachers).prompt(teacher, self.problems.prompt(problem))
-
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""
         return room is None or len(prompt) + self.max_tokens <= room
@@ -279,19 +269,21 @@ class Evaluator:
     ) -> list[Graded]:
         """Return a greedy answer per problem. ``prompts`` are read instead of the problems' own."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
-        answers = self._answers(sampler, problems, params, prompts)
+        rollouts, episodes = self._answers(sampler, problems, params, prompts)
         # What stays is a task whose rollout failed.
         graded = {place: Graded(problem, math.nan) for place, problem in enumerate(problems)}
-        for place, episode in answers.episodes.items():
+        for place, episode in episodes.items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
             graded[place] = Graded(
                 *(problems[place], episode.reward, episode.text, truncated),
                 turns=episode.turns,
                 tool_calls=episode.tool_calls,
             )
-        asked = [problems[place] for place in answers.rollouts]
-        of_problems = self._graded([*answers.rollouts.values()], asked)
-        graded |= zip(answers.rollouts, of_problems, strict=True)
+        budget = TimeBudget()
+        for place, rollout in rollouts.items():
+            problem, text = problems[place], self.problems.decode(rollout.completion_ids)
+            reward = self.problems.reward(text, problem, budget)
+            graded[place] = Graded(problem, reward, text, rollout.finish_reason == "length")
         return [*graded.values()]
 
     def _answers(
@@ -300,40 +292,32 @@ class Evaluator:
         problems: Sequence[Problem],
         params: SamplingParams,
         prompts: Sequence[Sequence[int]] | None = None,
-    ) -> Answers:
-        """Sample one answer to each problem, and play each task once."""
+    ) -> tuple[dict[int, Rollout], dict[int, Episode]]:
+        """Sample an answer to each problem, and play each task that does not fail, by its place."""
         parts = parts_of(problems)
-        answers = Answers({}, {})
+        rollouts: dict[int, Rollout] = {}
+        episodes: dict[int, Episode] = {}
         if parts.tasks:
             tasks = [*parts.tasks.values()]
             outcomes = given(self.engine.environments).run(sampler, tasks, params, EVALUATION_SEED)
             for place, outcome in zip(parts.tasks, outcomes, strict=True):
                 if isinstance(outcome, Episode):
-                    answers.episodes[place] = outcome
+                    episodes[place] = outcome
         if parts.problems:
             read = [
                 self.problems.prompt(problem) if prompts is None else prompts[place]
                 for place, problem in parts.problems.items()
             ]
-            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
-            answers.rollouts.update(zip(parts.problems, rollouts, strict=True))
-        return answers
-
-    def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Graded]:
-        """Return the text and the reward of each answer to a problem."""
-        budget, graded = TimeBudget(), []
-        for rollout, problem in zip(rollouts, problems, strict=True):
-            text = self.problems.decode(rollout.completion_ids)
-            reward = self.problems.reward(text, problem, budget)
-            graded.append(Graded(problem, reward, text, rollout.finish_reason == "length"))
-        return graded
+            sampled = sampler.generate(read, params, seed=EVALUATION_SEED)
+            rollouts |= zip(parts.problems, sampled, strict=True)
+        return rollouts, episodes
 
     def _sampled(self, problems: Sequence[Problem]) -> list[tuple[int, Sample]]:
         """Return a rollout of each problem and its place, as far as a teacher can read it."""
         params = SamplingParams(max_tokens=self.max_tokens)
-        answers = self._answers(self.engine.sampler, problems, params)
-        rollouts = [(place, one) for place, e in answers.episodes.items() for one in e.rollouts]
-        rollouts += answers.rollouts.items()
+        answers, episodes = self._answers(self.engine.sampler, problems, params)
+        rollouts = [(place, one) for place, e in episodes.items() for one in e.rollouts]
+        rollouts += answers.items()
         fitted = self.engine.fit([Sample(rollout, problems[place]) for place, rollout in rollouts])
         return [
             (place, sample)
