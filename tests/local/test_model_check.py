@@ -221,51 +221,41 @@ class SilentAt1(socket.socket):
         super().connect(address)
 
 
-def test_hub_whose_name_does_not_resolve_is_refused(
-    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+def unknown_name(*args: Any) -> Any:
+    raise socket.gaierror("unknown name")
+
+
+@pytest.mark.parametrize(
+    ("resolve", "is_silent", "seconds"),
+    [
+        (unknown_name, False, None),
+        (resolved_to("127.0.0.1", "127.0.0.2"), False, None),  # nobody listens there
+        # Of several addresses the first one may be a black hole, such as IPv6 of some networks.
+        (resolved_to("127.0.0.1", "127.0.0.2"), True, 2.5),
+        (silent_name_server, False, 3.5),  # the loader waits as long as the system does
+    ],
+    ids=["unknown name", "all addresses refuse", "a silent address", "a slow name server"],
+)
+def test_hub_is_refused_where_it_is_certainly_away(
+    resolve: Any,
+    is_silent: bool,
+    seconds: float | None,
+    hub: Callable[[str], None],
+    tiny_recipe: Raw,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This is certain at once."""
-
-    def unknown(*args: Any) -> Any:
-        raise socket.gaierror("unknown name")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    hub("https://unknown.example")
-    message = refusal(tiny_recipe(teacher={"model": "org/model"}))
-    assert "https://unknown.example could not be reached" in message
-
-
-def test_hub_whose_addresses_all_refuse_is_refused(
-    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody listens at either address."""
-    monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.0.1", "127.0.0.2"))
-    hub("http://refuses.example:9")
-    message = refusal(tiny_recipe(teacher={"model": "org/model"}))
-    assert "http://refuses.example:9 could not be reached" in message
-
-
-def test_hub_behind_a_silent_address_is_left_to_the_loader(
-    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a hub's addresses the first one may be a black hole, such as IPv6 of some networks."""
-    monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.0.1", "127.0.0.2"))
-    monkeypatch.setattr(socket, "socket", SilentAt1)
-    hub("http://half-silent.example:9")
+    """Otherwise it is left to the loader, soon."""
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    if is_silent:
+        monkeypatch.setattr(socket, "socket", SilentAt1)
+    hub("http://away.example:9")
+    raw = tiny_recipe(teacher={"model": "org/model"})
+    if seconds is None:
+        assert "http://away.example:9 could not be reached" in refusal(raw)
+        return
     start = time.monotonic()
-    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
-    assert time.monotonic() - start < 2.5
-
-
-def test_hub_with_a_slow_name_server_is_left_to_the_loader(
-    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loader waits as long as the system's resolver does."""
-    monkeypatch.setattr(socket, "getaddrinfo", silent_name_server)
-    hub("https://slow.example")
-    start = time.monotonic()
-    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
-    assert time.monotonic() - start < 3.5
+    check_models(parse_recipe(raw))
+    assert time.monotonic() - start < seconds
 
 
 def test_hub_that_answers_is_left_to_the_library(
