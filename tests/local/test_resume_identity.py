@@ -40,39 +40,26 @@ def without_preparation(raw: dict[str, Any]) -> dict[str, Any]:
     return raw | {table: {"model": str(folders[table])} for table in ("student", "teacher")}
 
 
-def other_answer(data: Rows) -> Rows:
-    return [*data[:5], {**data[5], "answer": "#### 1"}, *data[6:]]
-
-
 def write(path: Path, data: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in data))
 
 
-OTHERS: dict[str, Callable[[Rows], Rows]] = {
-    "rows": lambda data: rows(500),
-    "order": lambda data: data[::-1],
-    "answer": other_answer,
-    "fewer": lambda data: data[:-1],
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_resume_with_another_file_of_data_is_refused(
-    name: str, tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """Rewritten, in another order, or with one answer changed; the same file goes on."""
-    file = tmp_path / "data.jsonl"
-    write(file, rows())
+def test_resume_with_another_file_of_data_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Other rows, in another order, fewer, or with one answer changed; the same file goes on."""
+    file, data = tmp_path / "data.jsonl", rows()
+    write(file, data)
     raw = without_preparation(tiny_recipe(checkpoint={"every": 2, "keep": 2}))
     raw["data"] = {"path": str(file), "hold_out": 0.2}
     run(raw, tmp_path / "whole")
     copy_first_half(tmp_path / "whole", tmp_path / "cut")
-    write(file, OTHERS[name](rows()))
     kept = {path: path.read_bytes() for path in (tmp_path / "cut").rglob("*") if path.is_file()}
-    with pytest.raises(RecipeError, match=r"--resume: the problems to .*\[data\].*start a new run"):
-        run(raw, tmp_path / "cut", resume=True)
+    changed = [*data[:5], {**data[5], "answer": "#### 1"}, *data[6:]]
+    for others in (rows(500), data[::-1], data[:-1], changed):
+        write(file, others)
+        with pytest.raises(RecipeError, match=r"--resume: the problems to .*\[data\].*a new run"):
+            run(raw, tmp_path / "cut", resume=True)
     assert all(path.read_bytes() == content for path, content in kept.items())
-    write(file, rows())
+    write(file, data)
     assert run(raw, tmp_path / "cut", resume=True).steps == raw["trainer"]["steps"]
 
 
