@@ -19,6 +19,7 @@ from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.preflight import preflight, sampling_warnings
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
+from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
@@ -172,7 +173,8 @@ def test_differently_padded_heads_warn_with_a_top_k():
 )
 def test_context_too_short_names_the_length_to_set(reader, lengths, held_out, max_tokens, message):
     config = RolloutConfig(max_tokens=max_tokens, max_model_len=30)
-    asked = reader, 30, lambda length: [1] * length, lengths, held_out, config
+    problems, others = ([Problem(str(n), "") for n in part] for part in (lengths, held_out))
+    asked = reader, 30, lambda one: [1] * int(one.question), problems, others, config
     if message is None:
         check_prompts(*asked)
         return
