@@ -14,7 +14,7 @@ def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
     Of a conversation that branched, each sample counts as a sequence.
     """
     environments = [sample.problem.environment for sample in samples]
-    weights = balance.of_sequences(list(map(trained_tokens, samples)), environments)
+    weights = balance.of_sequences([sample.trained for sample in samples], environments)
     return [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
 
 
@@ -27,12 +27,9 @@ def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     names = part_names(samples)
     if len(set(names)) < 2:
         return {}
-    tokens = list(map(trained_tokens, samples))
-    metrics = shares("rollout/token_share", names, list(map(float, tokens)))
+    metrics = shares("rollout/token_share", names, [float(sample.trained) for sample in samples])
     if samples[0].weight is not None:
-        weights = [
-            given(sample.weight) * count for sample, count in zip(samples, tokens, strict=True)
-        ]
+        weights = [given(sample.weight) * sample.trained for sample in samples]
         metrics |= shares("rollout/weight_share", names, weights)
     return metrics
 
@@ -40,10 +37,6 @@ def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def part_names(samples: Sequence[Sample]) -> list[str]:
     """Return the name of each sample's environment, or of the teacher that its row names."""
     return [sample.problem.teacher or sample.problem.environment for sample in samples]
-
-
-def trained_tokens(sample: Sample) -> int:
-    return int(sample.rollout.loss_mask.sum())
 
 
 def shares(name: str, environments: Sequence[str], values: Sequence[float]) -> dict[str, float]:

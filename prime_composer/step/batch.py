@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -32,6 +31,11 @@ class Sample:
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return self.rollout.token_ids.shape[0]
+
+    @property
+    def trained(self) -> int:
+        """How many of them train."""
+        return int(self.rollout.loss_mask.sum())
 
 
 def with_scores(sample: Sample, scores: Scores) -> Sample | None:
@@ -78,5 +82,4 @@ class Batch:
     @cached_property
     def tokens(self) -> int:
         """Trained tokens of the samples: the divisor of the step's loss."""
-        masks = [sample.rollout.loss_mask for sample in self.samples]
-        return int(torch.cat(masks).sum()) if masks else 0
+        return sum(sample.trained for sample in self.samples)

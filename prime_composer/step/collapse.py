@@ -59,13 +59,8 @@ def repeated_tokens(rollout: Rollout) -> int:
     end, place = ids[-SHORTEST:].tobytes(), ids[-SHORTEST - LIMITS.period : -1].tobytes()
     if end not in place:
         return 0
-    found = repeated_end(
-        rollout.token_ids,
-        rollout.loss_mask,
-        None,
-        *(LIMITS.period, LIMITS.copies, LIMITS.tokens),
-    )
-    return int(found.sum())
+    limits = LIMITS.period, LIMITS.copies, LIMITS.tokens
+    return int(repeated_end(rollout.token_ids, rollout.loss_mask, None, *limits).sum())
 
 
 def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:

@@ -54,7 +54,7 @@ def accumulate_gradients(
     per token, and the loss's own metrics. It is empty where there is nothing to train on.
     ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
     """
-    divisor = divisor_of(batch)
+    divisor = float(batch.tokens) or 1.0  # where there is nothing to train on
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     divided = len(set(part_names(batch.samples))) > 1
@@ -89,11 +89,6 @@ def kl_metrics(loss: Objective, inputs: LossInputs, parts: Sequence[str] = ()) -
     return {name: Mean(token_mean(kl, mask), mask.sum()) for name, mask in masks.items()}
 
 
-def divisor_of(batch: Batch) -> float:
-    """Return N, what a step's loss is divided by; 1 where there is nothing to train on."""
-    return float(batch.tokens) or 1.0
-
-
 def gradient_shares(
     model: nn.Module, loss: Objective, batch: Batch, config: TrainerConfig, step: int
 ) -> dict[str, float]:
@@ -113,8 +108,8 @@ def gradient_shares(
         part = dataclasses.replace(batch, samples=own, pairs=())
         accumulate_gradients(model, same, part, config, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        # The step's own divisor would be a factor of all.
-        norms.append(divisor_of(part) * float(torch.nn.utils.get_total_norm(gradients)))
+        # Undone is what the part was divided by. The step's own divisor would be a factor of all.
+        norms.append((part.tokens or 1) * float(torch.nn.utils.get_total_norm(gradients)))
         model.zero_grad(set_to_none=True)
     return shares("rollout/gradient_share", [*dict.fromkeys(names)], norms)
 

@@ -230,15 +230,6 @@ def test_graded_metric_without_right_and_wrong_is_refused(
     parse_recipe({**raw, "data": {"kind": "summary", "metric": "exact"}})
 
 
-def test_old_key_is_refused_with_the_new_one() -> None:
-    """The message has the key's table, and the line to write."""
-    raw = summary_recipe(data={"answer_check": "gsm8k"})
-    with pytest.raises(
-        RecipeError, match="data: answer_check is now called metric: write metric ="
-    ):
-        parse_recipe(raw)
-
-
 def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before anything is prepared."""
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
