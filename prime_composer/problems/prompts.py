@@ -52,8 +52,9 @@ def prompt_text(problem: Problem, config: DataConfig) -> str:
 
 
 def answer_text(answer: str, config: DataConfig) -> str:
-    """Return an answer as appended to the prompt: with a leading space outside of chats."""
-    return answer if config.chat_template else f" {answer}"
+    """Return an answer as it follows the prompt: behind a space, unless a chat or a break is there."""
+    follows = config.chat_template or config.prompt_template[-1:].isspace()
+    return answer if follows else f" {answer}"
 
 
 def prompt_messages(problem: Problem, config: DataConfig) -> list[dict[str, str]]:

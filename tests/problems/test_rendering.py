@@ -179,6 +179,14 @@ def test_tokenizer_that_reads_pieces_otherwise_is_known() -> None:
     assert not reads_plainly(make_tokenizer(metaspace=True))
 
 
+@pytest.mark.parametrize("written", ["A:", "A: ", "A:\n"])
+def test_plain_answer_follows_a_space_or_a_break_of_the_prompt(written: str) -> None:
+    """One of them, and not a space behind a break, where no base model writes it."""
+    config = DataConfig(prompt_template="{question} " + written, metric="exact")
+    space = "" if written[-1].isspace() else " "
+    assert answered("4", None, config) == f"How many? {written}{space}4<|endoftext|>"
+
+
 def test_plain_answer_ends_as_the_tokenizer_does() -> None:
     """Also where other data of the run is a chat, and not where stop is another."""
     tokenizer = make_tokenizer()
