@@ -26,7 +26,7 @@ def test_lines_of_the_page_name_what_exists() -> None:
 
 def test_troubleshooting_links_to_the_guard() -> None:
     """The anchor is what GitHub makes of the heading."""
-    text = (ROOT / "prime_composer" / "upstream" / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "prime_composer" / "upstream" / "troubleshooting.md").read_text(encoding="utf-8")
     (anchor,) = re.findall(r"recipes/one_machine\.md#(\S+?)\)", text)
     titles = re.findall(r"^## (.+)$", PAGE, flags=re.MULTILINE)
     made = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]

@@ -22,9 +22,9 @@ from tests.upstream.make_venvs import python_of
 
 PAGES = {
     "readme": (REPO / "README.md", "## Inside prime-rl", "\n| prime-rl | v0.6"),
-    "guide": (REPO / "prime_composer/upstream/README.md", "# Inside prime-rl", "\n### Who asks"),
+    "guide": (REPO / "prime_composer/upstream/README.md", "# Inside prime-rl", "\n## The variable"),
     "whole": (REPO / "prime_composer/upstream/README.md", "### The whole", "\n### The teacher"),
-    "doctor": (REPO / "prime_composer/upstream/README.md", "## Does it fit", "\n## Support"),
+    "doctor": (REPO / "prime_composer/upstream/README.md", "## Does it fit", "\n## Troubleshooting"),
 }
 COMMANDS = ("uv", "prime-composer", "rl", "inference", "PRIME_COMPOSER")
 

@@ -5,8 +5,7 @@ are there and everything else has a default. A new required parameter is refused
 
 Two readers give the same signature to the same rule: ``inspect`` reads what a hook is about to
 wrap, at import time (``take``), and ``ast`` reads prime-rl's sources before anything starts
-(``doctor``). README.md of the room, "Support a new version of prime-rl", says what to do when a
-name moves.
+(``doctor``). README.md of this folder says what to do when a name moves.
 
 This module uses the standard library alone.
 """

@@ -7,7 +7,7 @@ Two things changed at different times, so there are two records. A ``LossContrac
 loss receives and which function holds the distillation loss; v0.6, with the five lines of
 ``[trainer.loss]`` alone, has one of its own. A ``Version`` describes the TOML of a prime-rl with
 the contract of episodes, which everything else needs. Nothing outside ``VERSIONS`` compares version
-names. README.md of the room, "Support a new version of prime-rl", shows how to add a record.
+names. README.md of this folder shows how to add a record.
 
 v0.9, a release of three days after head, has head's keys. main moved four of them, each at another
 time, so that what is installed may lie between the two: ``probe_version`` looks each one up.
