@@ -52,7 +52,7 @@ def prompt_text(problem: Problem, config: DataConfig) -> str:
 
 
 def answer_text(answer: str, config: DataConfig) -> str:
-    """Return an answer as it follows the prompt: behind a space, unless a chat or a break is there."""
+    """Return an answer behind a prompt: after a space, except in chats and after a line break."""
     follows = config.chat_template or config.prompt_template[-1:].isspace()
     return answer if follows else f" {answer}"
 

@@ -24,7 +24,11 @@ PAGES = {
     "readme": (REPO / "README.md", "## Inside prime-rl", "\n| prime-rl | v0.6"),
     "guide": (REPO / "prime_composer/upstream/README.md", "# Inside prime-rl", "\n## The variable"),
     "whole": (REPO / "prime_composer/upstream/README.md", "### The whole", "\n### The teacher"),
-    "doctor": (REPO / "prime_composer/upstream/README.md", "## Does it fit", "\n## Troubleshooting"),
+    "doctor": (
+        REPO / "prime_composer/upstream/README.md",
+        "## Does it fit",
+        "\n## Troubleshooting",
+    ),
 }
 COMMANDS = ("uv", "prime-composer", "rl", "inference", "PRIME_COMPOSER")
 
