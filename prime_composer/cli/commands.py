@@ -9,10 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prime_composer.cli.machine import choose_engine, set_environment
-from prime_composer.cli.program import Program, as_called, first_sentence, program, version
+from prime_composer.cli.program import Program, first_sentence, program, version
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = explain_mistake(error)
             if message is None or sys.flags.dev_mode:
                 raise
-            print(as_called(f"{program()} {args.command}: {message}"), file=sys.stderr)
+            print(parser.as_called(f"{program()} {args.command}: {message}"), file=sys.stderr)
             return 2
 
 
@@ -68,16 +68,18 @@ def build_parser() -> Program:
     parser = Program(
         prog=program(), description="Distill language models: recipes for prime_composer."
     )
-    parser.texts = {name: text for name, (_, text, _) in COMMANDS.items()}
+    parser.tasks = {
+        task: {name: command.help for name, command in own.items()} for task, own in TASKS.items()
+    }
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
-    for name, (run, text, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=first_sentence(text), description=text)
-        command.set_defaults(run=run)
-        for flags, how in options.items():
-            command.add_argument(*flags.split(), **how)
+    for name, command in (one for own in TASKS.values() for one in own.items()):
+        own = commands.add_parser(name, help=first_sentence(command.help), description=command.help)
+        own.set_defaults(run=command.run)
+        for flags, how in command.options.items():
+            own.add_argument(*flags.split(), **how)
     return parser
 
 
@@ -149,8 +151,7 @@ def repeated(args: argparse.Namespace) -> str:
 
 def _rl_upstream(args: argparse.Namespace) -> int:
     set_environment()
-    from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe, read_tables
+    from prime_composer.recipe.loading import read_tables
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.launch import is_native, launch
     from prime_composer.upstream.versions.config_fields import has_prime_rl
@@ -159,8 +160,7 @@ def _rl_upstream(args: argparse.Namespace) -> int:
     problems = None
     # Without prime-rl, launch refuses; then there is nothing to prepare for.
     if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")):
-        recipe = load_recipe(args.config, args.overrides)
-        problems = problems_to_prepare(recipe)
+        recipe, problems = _loaded(args)
         if problems is not None and args.dry_run:
             models = model_folders(recipe, problems)
             for table, folder in models.items():
@@ -219,15 +219,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.urls import has_credentials, public_url
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.export import export_recipe
     from prime_composer.upstream.export.toml import write_text
 
-    recipe = load_recipe(args.config, args.overrides)
-    problems = problems_to_prepare(recipe)
+    recipe, problems = _loaded(args)
     folders = {} if problems is None else model_folders(recipe, problems)
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
     warn_of_paths(recipe)
@@ -261,11 +258,7 @@ def warn_of_paths(recipe: "Recipe") -> None:
 
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
-    from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe
-
-    recipe = load_recipe(args.config, args.overrides)
-    problems = problems_to_prepare(recipe)
+    recipe, problems = _loaded(args)
     if problems is None:
         print("this recipe names existing models; there is nothing to prepare")
         return 0
@@ -316,6 +309,15 @@ def _study(args: argparse.Namespace) -> int:
         if args.dry_run:
             return plan_study(path, where, changes, args.overwrite)
         return run_study(path, where, args.jobs, changes, args.overwrite)
+
+
+def _loaded(args: argparse.Namespace) -> tuple["Recipe", "ProblemSet | None"]:
+    """Return a command's recipe, and the problems that its small models are built from, if any."""
+    from prime_composer.local.sources import problems_to_prepare
+    from prime_composer.recipe.loading import load_recipe
+
+    recipe = load_recipe(args.config, args.overrides)
+    return recipe, problems_to_prepare(recipe)
 
 
 def prepare_on_screen(
@@ -446,58 +448,73 @@ LIGHTHOUSE: Options = {
 }
 COMPLETION: Options = {"shell": value(None, choices=["bash", "zsh"])}
 
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
-    "rl": (_rl, "Run a recipe.", RL),
-    "check": (
-        _check,
-        "Validate a recipe, or the loss of prime-rl's own TOML. Print it with all defaults.",
-        {"config": value("FILE"), **OVERRIDES},
-    ),
-    "probe": (
-        _probe,
-        "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
-        "speed at several K, and the K to choose. Exits with 1 where a check fails.",
-        {**RECIPE, **JSON, **OVERRIDES},
-    ),
-    "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
-    "prepare": (
-        _prepare,
-        "Build or round the models of a recipe, or show where they are.",
-        PREPARE,
-    ),
-    "report": (_report, "Draw one or several runs as a PNG and print their table.", REPORT),
-    "study": (
-        _study,
-        "Run variants of a recipe over several seeds, and compare them.",
-        STUDY,
-    ),
-    "lighthouse": (
-        _lighthouse,
-        "Bring the islands of a recipe with [diloco] together.",
-        LIGHTHOUSE,
-    ),
-    "teacher": (
-        _teacher,
-        "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times faster "
-        "than its JSON.",
-        TEACHER,
-    ),
-    "tape": (
-        _tape,
-        "Score the data's own answers onto a teacher's tape, or check one. check exits with 1 "
-        "where an answer is damaged.",
-        TAPE,
-    ),
-    "doctor": (
-        _doctor,
-        "Check whether this package fits the installed prime-rl: by its sources alone, against "
-        "what the package touches in them. Exits with 1 where the road does not work.",
-        DOCTOR,
-    ),
-    "completion": (
-        _completion,
-        "Print a completion script for bash or zsh: commands, options, recipes and folders.",
-        COMPLETION,
-    ),
+
+class Command(NamedTuple):
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    options: Options
+
+
+TASKS: dict[str, dict[str, Command]] = {
+    "Before a run": {
+        "check": Command(
+            _check,
+            "Validate a recipe, or the loss of prime-rl's own TOML. Print it with all defaults.",
+            {"config": value("FILE"), **OVERRIDES},
+        ),
+        "probe": Command(
+            _probe,
+            "Measure student and teachers before a run: the preflight's checks, tokenizers, "
+            "limits, speed at several K, and the K to choose. Exits with 1 where a check fails.",
+            {**RECIPE, **JSON, **OVERRIDES},
+        ),
+        "prepare": Command(
+            _prepare, "Build or round the models of a recipe, or show where they are.", PREPARE
+        ),
+    },
+    "Runs": {
+        "rl": Command(_rl, "Run a recipe.", RL),
+        "study": Command(
+            _study, "Run variants of a recipe over several seeds, and compare them.", STUDY
+        ),
+        "report": Command(
+            _report, "Draw one or several runs as a PNG and print their table.", REPORT
+        ),
+    },
+    "Teachers": {
+        "teacher": Command(
+            _teacher,
+            "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times "
+            "faster than its JSON.",
+            TEACHER,
+        ),
+        "tape": Command(
+            _tape,
+            "Score the data's own answers onto a teacher's tape, or check one. check exits with 1 "
+            "where an answer is damaged.",
+            TAPE,
+        ),
+    },
+    "Islands": {
+        "lighthouse": Command(
+            _lighthouse, "Bring the islands of a recipe with [diloco] together.", LIGHTHOUSE
+        ),
+    },
+    "Inside prime-rl": {
+        "doctor": Command(
+            _doctor,
+            "Check whether this package fits the installed prime-rl: by its sources alone, against "
+            "what the package touches in them. Exits with 1 where the road does not work.",
+            DOCTOR,
+        ),
+        "export": Command(_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
+    },
+    "Shell": {
+        "completion": Command(
+            _completion,
+            "Print a completion script for bash or zsh: commands, options, recipes and folders.",
+            COMPLETION,
+        ),
+    },
 }
-"""Name -> what runs it, its help, its options."""
+"""Task -> its commands, as a reader meets them."""

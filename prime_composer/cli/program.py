@@ -3,20 +3,11 @@
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 NAMES = ("prime-rl", "prime-composer")  # The second is for whoever takes the first for PRIME-RL's
-
-TASKS = {
-    "Before a run": ("check", "probe", "prepare"),
-    "Runs": ("rl", "study", "report"),
-    "Teachers": ("teacher", "tape"),
-    "Islands": ("lighthouse",),
-    "Inside prime-rl": ("doctor", "export"),
-    "Shell": ("completion",),
-}
-"""Task -> its commands, as a reader meets them."""
 
 
 def program() -> str:
@@ -27,12 +18,6 @@ def program() -> str:
     if path.parts[-2:] == ("prime_composer", "__main__.py"):
         return "python -m prime_composer"
     return NAMES[0]
-
-
-def as_called(text: str) -> str:
-    """Return a message with the command lines in it as the user starts this program."""
-    names, commands = "|".join(NAMES), "|".join(each for task in TASKS.values() for each in task)
-    return re.sub(rf"\b(?:{names}) (?=(?:{commands})\b)", f"{program()} ", text)
 
 
 def version() -> str:
@@ -46,15 +31,24 @@ def version() -> str:
 class Program(argparse.ArgumentParser):
     """The parser of the whole program. Its help has the commands by task, a line each."""
 
-    texts: dict[str, str]  # command -> its help
+    tasks: Mapping[str, Mapping[str, str]]  # task -> its commands -> their help
+
+    @property
+    def commands(self) -> list[str]:
+        return [name for commands in self.tasks.values() for name in commands]
+
+    def as_called(self, text: str) -> str:
+        """Return a message with the command lines in it as the user starts this program."""
+        names, commands = "|".join(NAMES), "|".join(self.commands)
+        return re.sub(rf"\b(?:{names}) (?=(?:{commands})\b)", f"{program()} ", text)
 
     def format_help(self) -> str:
         """Return the overview: usage, commands by task, options."""
-        width = max(map(len, self.texts)) + 4
+        width = max(map(len, self.commands)) + 4
         lines = [f"usage: {self.prog} COMMAND [OPTIONS]", "", str(self.description)]
-        for task, commands in TASKS.items():
+        for task, commands in self.tasks.items():
             lines += ["", f"{task}:"]
-            lines += [f"  {name:{width}}{first_sentence(self.texts[name])}" for name in commands]
+            lines += [f"  {name:{width}}{first_sentence(text)}" for name, text in commands.items()]
         lines += ["", "Options:"]
         for words, text in (
             ("-h, --help", "Show this overview"),
