@@ -189,7 +189,9 @@ def ask_tokenizer(scorer: Scorer | None, student: Any) -> TokenizerFacts:
 def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
     """Return hashes, EOS and special tokens of a tokenizer on this machine."""
     template = getattr(tokenizer, "chat_template", None)
-    vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
+    # The end comes first: a table shows some of many.
+    special = sorted(special_tokens(tokenizer), key=lambda token: token != tokenizer.eos_token)
+    vocabulary = tokenizer.get_vocab()
     split = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
     return TokenizerFacts(
         from_files=True,
