@@ -49,12 +49,8 @@ def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) 
         for part in loss_parts(run.records):
             loss.plot(*run.series(part), label=part)
     for value, color in teachers.items():
-        own = {"color": color, "label": f"teacher, {value:.3g}"}
-        score.axhline(
-            value,
-            linestyle="--",
-            **(own if len(teachers) > 1 else {"color": "grey", "label": "teacher"}),
-        )
+        own = (color, f"teacher, {value:.3g}") if len(teachers) > 1 else ("grey", "teacher")
+        score.axhline(value, linestyle="--", color=own[0], label=own[1])
     kls = ", ".join(dict.fromkeys(run.kl_title for run in read))
     for axes, title, unit in (
         (score, f"held-out {', '.join(titles)}, greedy", "share"),

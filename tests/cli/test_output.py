@@ -271,15 +271,36 @@ def test_report_shows_turns_and_tool_calls(
     assert [int.from_bytes(width, "big") for width in sizes] == [1600, 1100]
 
 
-@pytest.mark.parametrize("log_kl", [False, True])
-def test_figure_of_several_runs_keeps_the_teachers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_kl: bool
-) -> None:
-    """A grey line where the runs agree on the score, else one in each run's color."""
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the figures that are made within a test."""
     made: list[Any] = []
     monkeypatch.setattr(
         figures, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1]
     )
+    return made
+
+
+def test_figure_of_one_run_has_its_environments_and_parts(tmp_path: Path, drawn: list[Any]) -> None:
+    """Each with its own numbers; an environment's KL is no part of the loss."""
+    first = {"step": 0, "eval/accuracy": 0.1, "eval/accuracy/sums": 0.2, "teacher/accuracy": 0.9}
+    parts = {"loss": 2.0, "x/kl_in_support": 1.5, "x/kl_mass": 0.5, "rollout/reward/loss": 7.0}
+    environments = {"sums": {"source": "generated"}, "held": {"use": "eval"}}
+    run = recorded(tmp_path, first, {"step": 1, **parts}, environments=environments)
+    draw_report([run], tmp_path / "report.png")
+    score, _, loss, _ = drawn[0].axes
+    lines = {one.get_label(): (*one.get_xdata(), *one.get_ydata()) for one in score.get_lines()}
+    assert lines[f"{tmp_path.name} (–)"] == (0, 0.1) and lines["sums"] == (0, 0.2)
+    assert len(lines) == 3 and "teacher" in lines
+    lines = {one.get_label(): (*one.get_xdata(), *one.get_ydata()) for one in loss.get_lines()}
+    assert lines == {"loss": (1, 2.0), "x/kl_in_support": (1, 1.5), "x/kl_mass": (1, 0.5)}
+
+
+@pytest.mark.parametrize("log_kl", [False, True])
+def test_figure_of_several_runs_keeps_the_teachers(
+    tmp_path: Path, drawn: list[Any], log_kl: bool
+) -> None:
+    """A grey line where the runs agree on the score, else one in each run's color."""
     scores = {"a": 0.9, "b": 0.9, "c": 0.5}
     student = {"step": 0, "eval/accuracy": 0.1, "eval/reverse_kl": 1.0}
     for name, teacher in scores.items():
@@ -287,7 +308,7 @@ def test_figure_of_several_runs_keeps_the_teachers(
     dashed = []
     for names in ("ab", "abc"):
         draw_report([tmp_path / name for name in names], tmp_path / "report.png", log_kl)
-        accuracy, kl = made[-1].axes[:2]
+        accuracy, kl = drawn[-1].axes[:2]
         lines = [line for line in accuracy.get_lines() if line.get_linestyle() == "--"]
         dashed.append({line.get_ydata()[0]: line.get_color() for line in lines})
         assert kl.get_yscale() == ("log" if log_kl else "linear")

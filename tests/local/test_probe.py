@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,11 @@ from tests.local.helpers import VOCAB, sample, tiny_models
 SECONDS = 0.01
 
 
-def probed(raw: dict[str, Any], seconds: float = SECONDS) -> ProbeReport:
+def probed(raw: dict[str, Any], status: Callable[[str], None] = lambda text: None) -> ProbeReport:
     """Probe a recipe given as tables."""
     recipe = parse_recipe(raw)
     problems = load_problem_set(recipe.sources)
-    return probe(recipe, problems, prepare_models(recipe, problems), lambda text: None, seconds)
+    return probe(recipe, problems, prepare_models(recipe, problems), status, SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,23 @@ def tiny_report() -> ProbeReport:
     return probed(TINY_RECIPE)
 
 
-def sample_first_step(engine: Engine, recipe: Recipe) -> Sequence[Sample]:
-    """Return the rollouts of the step that a probe runs."""
+@contextlib.contextmanager
+def opened(raw: dict[str, Any]) -> Iterator[tuple[Recipe, Engine, Collector]]:
+    """Open a recipe's models; yield what collects the step that a probe runs, too."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    folders = prepare_models(recipe, problems)
+    with open_engine(recipe, problems, folders, lambda text: None) as engine:
+        collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
+        yield recipe, engine, collector
+
+
+def rollouts_of(raw: dict[str, Any]) -> Sequence[Sample]:
+    """Sample the rollouts of the step that a probe runs."""
     step = FirstStep()
-    step.run(collector_of(engine, recipe))
+    with opened(raw) as (_, _, collector):
+        step.run(collector)
     return step.samples
-
-
-def collector_of(engine: Engine, recipe: Recipe) -> Collector:
-    """Return what collects the step that a probe runs."""
-    return Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
 
 
 def failures(report: ProbeReport) -> list[CheckResult]:
@@ -189,16 +196,11 @@ def test_tiny_recipe_passes_every_check(tiny_report):
 
 def test_support_facts_equal_full_softmaxes_of_both_models(tiny_report):
     """The same rollouts are sampled again, and both checkpoints are read by transformers alone."""
-    recipe = parse_recipe(TINY_RECIPE)
-    problems = load_problem_set(recipe.sources)
-    folders = prepare_models(recipe, problems)
-    with open_engine(recipe, problems, folders, lambda text: None) as engine:
-        samples = sample_first_step(engine, recipe)
-    auto = import_transformers().AutoModelForCausalLM
+    folders, auto = tiny_models(TINY_RECIPE), import_transformers().AutoModelForCausalLM
     models = [auto.from_pretrained(folders[name]).eval() for name in ("student", "teacher")]
     rows: list[list[np.ndarray]] = [[], []]
     with torch.no_grad():
-        for own in samples:
+        for own in rollouts_of(TINY_RECIPE):
             ids = own.rollout.token_ids
             for model, found in zip(models, rows, strict=True):
                 logits = model(ids[None]).logits[0, own.rollout.start - 1 : -1].double()
@@ -229,14 +231,10 @@ def test_forecast_is_the_clock_of_a_step(tiny_report):
 
 
 def test_seconds_are_of_the_part_that_took_them(tiny_recipe, monkeypatch):
-    recipe = parse_recipe(tiny_recipe())
-    problems = load_problem_set(recipe.sources)
-    folders = prepare_models(recipe, problems)
-    with open_engine(recipe, problems, folders, lambda text: None) as engine:
-        step = FirstStep()
-        score = engine.score
+    with opened(tiny_recipe()) as (recipe, engine, collector):
+        step, score = FirstStep(), engine.score
         monkeypatch.setattr(engine, "score", lambda samples: (time.sleep(3), score(samples))[1])
-        step.run(collector_of(engine, recipe))
+        step.run(collector)
     forecast = step.forecast(recipe.trainer, "8")
     assert forecast.score_seconds >= 3 > forecast.sample_seconds + forecast.train_seconds
     assert 12 <= forecast.run_seconds < 24
@@ -244,10 +242,7 @@ def test_seconds_are_of_the_part_that_took_them(tiny_recipe, monkeypatch):
 
 def test_a_probe_changes_no_weight_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = parse_recipe(TINY_RECIPE)
-    problems = load_problem_set(recipe.sources)
-    folders = prepare_models(recipe, problems)
-    with open_engine(recipe, problems, folders, lambda text: None) as engine:
+    with opened(TINY_RECIPE) as (recipe, engine, _):
         models = (engine.model, engine.sampler.model)
         before = [{n: w.clone() for n, w in model.state_dict().items()} for model in models]
         assert probe_engine(engine, recipe, lambda text: None, SECONDS).passed
@@ -279,10 +274,7 @@ def test_an_end_improbable_for_the_teacher_is_measured_and_named(with_models):
     assert row.endings == row.occurrences > 0
     assert row.teacher_probability < 0.1 * row.student_probability
     assert any("strings = ['<|endoftext|>']" in text for text in report.recommendations)
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    with open_engine(recipe, problems, {}, lambda text: None) as engine:
-        samples = sample_first_step(engine, recipe)
+    samples = rollouts_of(raw)
     auto = import_transformers().AutoModelForCausalLM
     for folder, measured in (
         (teacher, row.student_probability),
@@ -499,14 +491,12 @@ def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_t
 
 def test_a_wrong_score_after_the_preflight_fails_the_probe(served):
     raw, _, teacher = served()
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
 
     def spoil_later(text: str) -> None:
         if text.startswith("measuring teacher"):
             teacher.spoil("positive_0.3", times=10**6)
 
-    report = probe(recipe, problems, {}, spoil_later, SECONDS)
+    report = probed(raw, spoil_later)
     (failed,) = failures(report)
     assert not report.passed
     assert failed.name == "[teacher] a step's scoring" and "wrong score" in failed.text
@@ -515,8 +505,6 @@ def test_a_wrong_score_after_the_preflight_fails_the_probe(served):
 def test_a_step_that_fails_is_named_by_its_part(served):
     """The rest is measured all the same, on the rollouts that were sampled before."""
     raw, _, teacher = served()
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
 
     def spoil_the_step(text: str) -> None:
         if text.startswith("running a step"):
@@ -524,7 +512,7 @@ def test_a_step_that_fails_is_named_by_its_part(served):
         if text.startswith("measuring teacher"):
             teacher.heal()
 
-    report = probe(recipe, problems, {}, spoil_the_step, SECONDS)
+    report = probed(raw, spoil_the_step)
     (failed,) = failures(report)
     assert failed.name == "a step's training" and "wrong score" in failed.text
     assert report.step.sample_seconds > 0 and report.step.score_seconds is None

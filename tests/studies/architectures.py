@@ -42,24 +42,17 @@ PROMPTS = (5, 23, 90)
 """Lengths of prompts. The last one is longer than every window of the models."""
 
 K = 8
-STATES = ("ok", "refused", "late", "wrong", "traceback", "died")
 
 
 @dataclass
 class Cell:
-    """What one architecture does with one backend.
+    """What one architecture does with one backend."""
 
-    Attributes:
-        state: "ok"; "refused" by a sentence, at the dry run too; "late": by a sentence, after a dry
-            run that passed; "wrong" numbers; "traceback"; "died": the process ended or hung.
-        text: the sentence, or the end of what the process wrote.
-        nats: largest distance of log-probs to float64, by what was measured.
-        found: what was asserted and did not hold.
-    """
-
+    # "ok"; "refused" by a sentence, at the dry run too; "late": by one after a dry run that passed;
+    # "wrong" numbers; "traceback"; "died": the process ended or hung
     state: str
-    text: str = ""
-    nats: dict[str, float] = field(default_factory=dict)
+    text: str = ""  # the sentence, or the end of what the process wrote
+    nats: dict[str, float] = field(default_factory=dict)  # largest distance of log-probs to float64
 
 
 def recipe(folder: Path, student: Path, teacher: Path, cell: str, loss: str, url: str = "") -> Path:
