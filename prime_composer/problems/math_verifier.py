@@ -1,14 +1,14 @@
-"""Ask Math-Verify in a process of its own, which is killed where an answer takes too long."""
+"""Ask Math-Verify in a process of its own, which ends where an answer takes too long."""
 
 import atexit
+import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,15 +16,11 @@ from pathlib import Path
 from prime_composer.extras import pip_install
 
 WORKER = Path(__file__).with_name("math_verify_worker.py")
-START_SECONDS = 120.0  # To import the library, which takes half a second on a quiet machine
-
-SECONDS_PER_ANSWER = 2.0  # CPU time for one answer. Nearly all take a few milliseconds.
-
-SECONDS_WHEN_SPENT = 0.5  # CPU time for one answer when the budget is spent
-
-WALL_SECONDS = 30.0  # Time for one answer on the clock, for a worker that gets no CPU time at all
-
-GRACE_SECONDS = 5.0  # Time after that until the worker is killed from here
+START_SECONDS = 120.0  # to import the library, which takes half a second on a quiet machine
+SECONDS_PER_ANSWER = 2.0  # of CPU time; nearly all take a few milliseconds
+SECONDS_WHEN_SPENT = 0.5  # the same when the budget is spent
+WALL_SECONDS = 30.0  # on the clock, for a worker that gets no CPU time at all
+GRACE_SECONDS = 5.0  # after that until the worker is killed from here
 
 
 @dataclass
@@ -55,8 +51,13 @@ class MathVerifier:
         """Return whether an answer equals the reference. Without a verdict in time it does not."""
         with self._lock:
             limit = budget.per_answer
-            verdict = self._ask(reference, text, limit)
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            question = json.dumps([reference, text, limit, WALL_SECONDS])
+            line = self._ask(question.encode() + b"\n", WALL_SECONDS + GRACE_SECONDS)
+            verdict = json.loads(line) if line.endswith(b"\n") else None
             if verdict is None:
+                self.close()
                 budget.timeouts += 1
                 budget.spent += limit
         return bool(verdict)
@@ -64,42 +65,16 @@ class MathVerifier:
     def close(self) -> None:
         """End the process. The next answer starts another one."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has died on its own
-            pass
-        for stream in (process.stdin, process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except BrokenPipeError:
-                pass
-        process.wait()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has died on its own
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
     def forget(self) -> None:
         """Leave the process to the parent, in a process that was forked."""
         self.__init__()  # type: ignore[misc]
 
-    def _ask(self, reference: str, text: str, seconds: float) -> bool | None:
-        process = self._started()
-        assert process.stdin is not None
-        try:
-            question = json.dumps([reference, text, seconds, WALL_SECONDS])
-            process.stdin.write(question.encode() + b"\n")
-            process.stdin.flush()
-            line = _read_line(process, WALL_SECONDS + GRACE_SECONDS)
-        except BrokenPipeError:
-            line = b""
-        if not line.endswith(b"\n"):
-            self.close()
-            return None
-        return json.loads(line)
-
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is not None and self._process.poll() is None:
-            return self._process
+    def _start(self) -> None:
         self.close()
         remedy = pip_install("metrics")
         if find_spec("math_verify") is None:
@@ -112,7 +87,7 @@ class MathVerifier:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        answer = _read_line(self._process, START_SECONDS)
+        answer = self._ask(b"", START_SECONDS)
         if answer != b'"ready"\n':
             reason = answer.decode().strip() or "it gave no sign of life"
             self.close()
@@ -120,26 +95,21 @@ class MathVerifier:
                 f'[data] metric = "math_verify": Math-Verify does not start ({reason}); '
                 f"install it again: {remedy}"
             )
-        return self._process
+
+    def _ask(self, question: bytes, seconds: float) -> bytes:
+        """Return the worker's line, empty or cut where it has ended or the time is over."""
+        assert self._process is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write(question)
+            stdin.flush()
+            if select.select([stdout], [], [], seconds)[0]:
+                return stdout.readline()  # the worker writes whole lines
+        return b""
 
 
-def _read_line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
-    """Return a line of the process, or what there is of it when it ends or the time is over."""
-    assert process.stdout is not None
-    deadline, line = time.monotonic() + seconds, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                break
-            piece = os.read(process.stdout.fileno(), 4096)
-            if not piece:
-                break
-            line += piece
-    return line
-
-
-VERIFIER = MathVerifier()  # The one of this process
+VERIFIER = MathVerifier()  # the one of this process
 
 atexit.register(VERIFIER.close)
 os.register_at_fork(after_in_child=VERIFIER.forget)

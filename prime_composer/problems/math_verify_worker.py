@@ -1,12 +1,9 @@
-"""Compare answers with Math-Verify, in a process of its own.
+"""Compare answers with Math-Verify, in a process that ``math_verifier.py`` starts by this path.
 
-``math_verifier.py`` runs this file alone, by its path. Each line of standard input is a JSON list:
-the reference, the answer, and the seconds that it may take, of CPU time and on the clock. Each line
-of standard output is the verdict: true, false, or null where the time or the memory ran out.
-
-Math-Verify cannot be interrupted from Python while it computes with large integers. So a child
-does the work, and the kernel kills it when one of its alarms rings. This process then forks another
-one, with the library already imported.
+Each line of standard input is a JSON list: the reference, the answer, and the seconds that it may
+take, of CPU time and on the clock. Each line of standard output is the verdict, null where memory
+ran out. Python cannot interrupt its arithmetic with large integers, so the kernel ends the process
+when one of its alarms rings.
 """
 
 import json
@@ -16,19 +13,16 @@ import resource
 import signal
 import sys
 
-MEMORY = 4 * 2**30  # Address space of a child, in bytes
+MEMORY = 4 * 2**30  # bytes of address space
 
-DELIMITED = re.compile(r"\$|\\boxed")  # What tells the library that a text has a formula
-
-COMMAND = re.compile(r"\\[A-Za-z]+")  # A command of LaTeX
-
-WORD = re.compile(r"[^\W\d_]{2}")  # Commands left out: a formula has letters alone
-
-OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")  # What a formula has and a plain number lacks
+DELIMITED = re.compile(r"\$|\\boxed")  # what tells the library that a text has a formula
+COMMAND = re.compile(r"\\[A-Za-z]+")
+WORD = re.compile(r"[^\W\d_]{2}")  # once commands are left out: a formula has letters alone
+OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")  # what a formula has and a plain number lacks
 
 
-def serve() -> None:
-    """Fork children that answer, one after the other, until standard input ends."""
+def answer_questions() -> None:
+    """Answer one question after the other, until standard input ends."""
     # Verdicts have a descriptor of their own: whatever a library prints goes nowhere.
     verdicts = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -40,20 +34,12 @@ def serve() -> None:
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"), file=verdicts, flush=True)
         return
+    for alarm in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(alarm, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     print(json.dumps("ready"), file=verdicts, flush=True)
-    while True:
-        child = os.fork()
-        if child == 0:
-            for alarm in (signal.SIGPROF, signal.SIGALRM):
-                signal.signal(alarm, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            for line in sys.stdin:
-                print(json.dumps(verdict(*json.loads(line))), file=verdicts, flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            return
-        print("null", file=verdicts, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(equals(*json.loads(line))), file=verdicts, flush=True)
 
 
 def as_formula(reference: str) -> str:
@@ -66,7 +52,7 @@ def as_formula(reference: str) -> str:
     return f"${reference}$" if bare and not words and OF_FORMULA.search(reference) else reference
 
 
-def verdict(reference: str, text: str, cpu_seconds: float, wall_seconds: float) -> bool | None:
+def equals(reference: str, text: str, cpu_seconds: float, wall_seconds: float) -> bool | None:
     """Return whether an answer equals the reference; None where memory ran out."""
     from math_verify import parse, verify
 
@@ -85,4 +71,4 @@ def verdict(reference: str, text: str, cpu_seconds: float, wall_seconds: float) 
 
 
 if __name__ == "__main__":
-    serve()
+    answer_questions()
