@@ -72,7 +72,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                     function = call["function"]
                     content = await tools.call(function)
                     # The tokenizer reads the call again with the conversation.
-                    function["arguments"] = readable(function.get("arguments") or "{}")
+                    function["arguments"] = readable_arguments(function.get("arguments") or "{}")
                     messages.append(
                         {"role": "tool", "tool_call_id": call["id"], "content": content}
                     )
@@ -168,7 +168,7 @@ class Tools:
         return whole_letters("\n".join(texts))
 
 
-def readable(arguments: str) -> str:
+def readable_arguments(arguments: str) -> str:
     """Return the arguments of a call as written, unless half of a letter is in them."""
     try:
         written = json.dumps(json.loads(arguments), ensure_ascii=False)

@@ -35,8 +35,14 @@ class Failure:
     reason: str  # what failed, in one line
 
 
-def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Failure:
-    """Return what an episode of verifiers gives to train on."""
+def outcome(
+    episode: Any, turns: Sequence[Rollout], place: int, reads_messages: bool
+) -> Episode | Failure:
+    """Return what an episode of verifiers gives to train on.
+
+    With ``reads_messages``, each turn knows the messages before it, as a teacher with a prompt of
+    its own reads them.
+    """
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok or not episode.traces:
         last = errors[-1] if errors else None
@@ -53,7 +59,7 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
         return Failure(f"its reward is {reward}")
     reason = finish_reason(turns)
     calls = [message.tool_calls or () for message in trace.assistant_messages]
-    asked = asked_by_prompt(trace)
+    asked = asked_by_prompt(trace) if reads_messages else {}
     named = [
         replace(one, turns=(Turn(one.start, messages),))
         if (messages := asked.get(tuple(one.token_ids[: one.start].tolist()))) is not None

@@ -4,7 +4,8 @@ import difflib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ ROLLOUT_SECONDS = 600.0  # Seconds that a rollout may take, where the recipe doe
 
 
 @dataclass(frozen=True, eq=False)
-class Environment:
+class LoadedEnvironment:
     """An environment by id, loaded, and not yet running."""
 
     config: EnvironmentConfig  # its table in the recipe
@@ -68,7 +69,9 @@ def refuse_what_needs_problems(
             )
 
 
-def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False) -> Environment:
+def open_environment(
+    name: str, config: EnvironmentConfig, teaches: bool = False
+) -> LoadedEnvironment:
     """Load an environment by id and its tasks.
 
     With ``teaches``, small models learn from its tasks, which need a method ``solution``. It
@@ -78,22 +81,13 @@ def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False
     if find_spec("verifiers") is None:
         raise RecipeError(f"{where} needs the library verifiers: {pip_install('env')}")
     import_transformers()  # verifiers would import it beside a torchvision that breaks it
-    try:
+    with as_recipe_error(f"{where} needs verifiers' v1 API: {pip_install('env')}"):
         import verifiers.v1 as vf
-    except ImportError as error:
-        raise RecipeError(
-            f"{where} needs verifiers' v1 API, and this one cannot be imported ({error}): "
-            f"{pip_install('env')}"
-        ) from error
     _quiet_logs()
     needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER
-    try:
+    with as_recipe_error(f"{where} cannot be opened"):
         env = vf.load_environment(_env_config(vf, config, where))
         tasks = list(islice(env.taskset, MOST_TASKS))
-    except RecipeError:
-        raise
-    except Exception as error:
-        raise RecipeError(f"{where} cannot be opened: {describe(error)}") from error
     if not tasks:
         raise RecipeError(f"{where} has no tasks; look at its args")
     has_tools = _check_servers(env, where)
@@ -116,36 +110,35 @@ def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False
         )
         for index, task in enumerate(tasks)
     ]
-    return Environment(config, env, tasks, problems, has_tools)
+    return LoadedEnvironment(config, env, tasks, problems, has_tools)
+
+
+@contextmanager
+def as_recipe_error(where: str) -> Iterator[None]:
+    """Within the block, what a library or an environment raises is an error of the recipe."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{where}: {error_line(error)}") from error
 
 
 def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
     from verifiers.v1.utils.loaders import taskset_class
 
-    try:
-        return taskset_class(config.id)
-    except ModuleNotFoundError as error:
-        module = _module_name(config.id)
-        if find_spec(module) is not None:
-            raise RecipeError(f"{where} cannot be imported: {describe(error)}") from error
-        near = difflib.get_close_matches(module, _installed_environments(), n=3)
-        nearest = f" The nearest installed: {', '.join(near)}." if near else ""
-        owner, _, package = config.id.partition("@")[0].rpartition("/")
-        install = f"prime env install {owner}/{package}" if owner else f"pip install {package}"
-        raise RecipeError(f"{where} is not installed.{nearest} Install it: {install}") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        if hasattr(sys.modules.get(_module_name(config.id)), "load_environment"):
-            raise RecipeError(
-                f"{where} is an environment of verifiers' v0 API, and this package runs those of "
-                "v1: name one of them, or write its tasks as a Taskset"
-            ) from error
-        raise RecipeError(f"{where}: {error}") from error
-    except Exception as error:
-        raise RecipeError(f"{where} cannot be imported: {describe(error)}") from error
-
-
-def _module_name(environment_id: str) -> str:
-    return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    with as_recipe_error(f"{where} cannot be loaded as an environment of verifiers' v1 API"):
+        try:
+            return taskset_class(config.id)
+        except ModuleNotFoundError:
+            module = config.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+            if find_spec(module) is not None:  # what it imports itself is missing
+                raise
+    near = difflib.get_close_matches(module, _installed_environments(), n=3)
+    nearest = f" The nearest installed: {', '.join(near)}." if near else ""
+    owner, _, package = config.id.partition("@")[0].rpartition("/")
+    install = f"prime env install {owner}/{package}" if owner else f"pip install {package}"
+    raise RecipeError(f"{where} is not installed.{nearest} Install it: {install}")
 
 
 def _installed_environments() -> list[str]:
@@ -160,19 +153,13 @@ def _installed_environments() -> list[str]:
 
 def _env_config(vf: Any, config: EnvironmentConfig, where: str) -> Any:
     """Return verifiers' config of the environment, with a harness that runs in this process."""
-    from pydantic import ValidationError
-
     from prime_composer.environments import chat_harness
 
     # verifiers finds a harness by the name of a module.
     sys.modules[chat_harness.ID] = chat_harness
     taskset = {**config.args, "id": config.id}
-    try:
+    with as_recipe_error(f"{where}, args"):
         plain = vf.resolve_env_config({"taskset": taskset})
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        keys = ".".join(str(part) for part in first["loc"] if part != "taskset")
-        raise RecipeError(f"{where}: args.{keys}: {first['msg']}") from error
     harnesses = plain.agent_harnesses()
     if list(harnesses) != ["agent"]:
         raise RecipeError(
@@ -198,16 +185,12 @@ def _harness_id(plain: Any, chosen: str, where: str) -> str:
 
     if chosen == "null" or (chosen == "bash" and plain.agent.harness is None):
         return chat_harness.ID
-    if chosen in builtin_harness_ids():
+    installs = chosen in builtin_harness_ids()
+    if installs or harness_class(chosen).NEEDS_CONTAINER:
+        needed = "uv and a network to install its program" if installs else "a container"
         raise RecipeError(
-            f"{where} is played by verifiers' harness {chosen!r}, which needs uv and a network to "
-            "install its program. One machine runs harnesses in this process. Run the recipe with "
-            "--engine prime-rl"
-        )
-    if harness_class(chosen).NEEDS_CONTAINER:
-        raise RecipeError(
-            f"{where} is played by the harness {chosen!r}, which needs a container. One machine "
-            "runs harnesses in this process. Run the recipe with --engine prime-rl"
+            f"{where} is played by the harness {chosen!r}, which needs {needed}. One machine runs "
+            "harnesses in this process. Run the recipe with --engine prime-rl"
         )
     return chosen
 
@@ -249,10 +232,8 @@ def _transcript(task: Any, where: str) -> str:
             "method `solution`: name an existing model, or other environments in "
             "prepare.environments"
         )
-    try:
+    with as_recipe_error(f"{where}: its `solution` fails"):
         return json.dumps([*_first_messages(task.data), *solution()])
-    except Exception as error:
-        raise RecipeError(f"{where}: its `solution` fails: {describe(error)}") from error
 
 
 def _quiet_logs() -> None:
@@ -261,7 +242,7 @@ def _quiet_logs() -> None:
         logging.getLogger(library).addHandler(logging.NullHandler())
 
 
-def describe(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error's type and message in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_composer.environments.opening import Environment, describe
+from prime_composer.environments.opening import LoadedEnvironment, as_recipe_error
 from prime_composer.recipe.schema import RecipeError
 
 ANSWERS = ("7", " 7", "7 \n")  # Tried with the chat template; the student may write any
@@ -30,18 +30,16 @@ def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any
 
 
 def check_rendering(
-    environments: Mapping[str, Environment], model: str, renderer: Mapping[str, Any]
+    environments: Mapping[str, LoadedEnvironment], model: str, renderer: Mapping[str, Any]
 ) -> list[str]:
     """Refuse a tokenizer that cannot render environments' messages; return warnings."""
     from renderers import create_renderer
     from renderers.base import load_tokenizer
 
-    try:
+    with as_recipe_error("[rollout] renderer"):
         tokenizer = load_tokenizer(model)
         config = client_config("http://127.0.0.1", model, renderer).renderer
         made = create_renderer(tokenizer, config)
-    except Exception as error:
-        raise RecipeError(f"[rollout] renderer: {describe(error)}") from error
     warnings = []
     for name, environment in environments.items():
         where = f"[environments.{name}] id = {environment.config.id!r}"
@@ -52,13 +50,8 @@ def check_rendering(
                 "tool_parser = 'qwen3' } for a chat template with <tool_call>"
             )
         messages = json.loads(environment.problems[0].messages)
-        try:
+        with as_recipe_error(f"{where}: the chat template of {model} cannot render its messages"):
             broken = environment.config.max_turns != 1 and breaks_at(made, tokenizer, messages)
-        except Exception as error:
-            raise RecipeError(
-                f"{where}: the chat template of {model} cannot render its messages: "
-                f"{describe(error)}"
-            ) from error
         if broken:
             warnings.append(
                 f"{where}: the chat template does not keep an answer such as "

@@ -21,11 +21,16 @@ from typing import Any
 from prime_composer.backends.errors import check_wanted
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure, outcome
-from prime_composer.environments.opening import Environment, describe
+from prime_composer.environments.opening import LoadedEnvironment, as_recipe_error, error_line
 from prime_composer.environments.rendering import check_rendering, client_config
 from prime_composer.environments.tasks import Task
-from prime_composer.environments.token_endpoint import MODEL, Rounds, answer_round, deliver, serve
-from prime_composer.recipe.schema import RecipeError
+from prime_composer.environments.token_endpoint import (
+    MODEL,
+    Rounds,
+    answer_round,
+    deliver,
+    serve_turns,
+)
 
 CLOSING_SECONDS = 30.0  # Seconds that tool servers may take to stop
 
@@ -52,12 +57,13 @@ class Environments:
 
     ``renderer`` has the settings of ``renderers.RendererConfig``. Empty: the library chooses by the
     tokenizer's name. ``room`` are the most tokens of a conversation that all models of the run can
-    read. None: the sampler's own limit alone holds.
+    read. None: the sampler's own limit alone holds. ``reads_messages``: whether a teacher reads the
+    messages before each turn, which are many.
     """
 
     def __init__(
         self,
-        environments: Mapping[str, Environment],
+        environments: Mapping[str, LoadedEnvironment],
         model: str,
         renderer: Mapping[str, Any],
         status: Callable[[str], None],
@@ -66,6 +72,7 @@ class Environments:
         self._environments = environments
         self._status = status
         self.room: int | None = None
+        self.reads_messages = False
         self._asking: dict[str, tuple[Rounds, int]] = {}
         for warning in check_rendering(environments, model, renderer):
             status(f"warning: {warning}")
@@ -166,12 +173,12 @@ class Environments:
                 environment.tasks[task.index], context, on_trace=follow
             )
         except Exception as error:  # verifiers catches what environments raise
-            return Failure(describe(error))
+            return Failure(error_line(error))
         finally:
             for trace in traces:
                 del self._asking[trace]
             rounds.leave(place)
-        return outcome(episode, rounds.turns[place], place)
+        return outcome(episode, rounds.turns[place], place, self.reads_messages)
 
     async def _serve(self, url: Future[str]) -> None:
         """Hold the servers of endpoint and environments until ``close``."""
@@ -179,15 +186,11 @@ class Environments:
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                runner, address = await serve(self._asking, SESSION_ID_HEADER)
+                runner, address = await serve_turns(self._asking, SESSION_ID_HEADER)
                 stack.push_async_callback(runner.cleanup)
                 for name, environment in self._environments.items():
-                    try:
+                    with as_recipe_error(f"[environments.{name}]: its servers do not start"):
                         await stack.enter_async_context(environment.env.serving())
-                    except Exception as error:
-                        raise RecipeError(
-                            f"[environments.{name}]: its servers do not start: {describe(error)}"
-                        ) from error
                 url.set_result(address)
                 await self._stopping.wait()
         except Exception as error:

@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     tasks: dict[int, Task]  # what is played
 
 
-def parts_of(both: Iterable[Problem]) -> Parts:
+def problems_and_tasks(both: Iterable[Problem]) -> Parts:
     """Tell the problems of a list from its tasks."""
     parts = Parts({}, {})
     for place, one in enumerate(both):

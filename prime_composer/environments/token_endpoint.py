@@ -30,12 +30,12 @@ NEUTRAL = {
 of them, against a server's own defaults."""
 
 
-class Refused(ValueError):
+class TurnRefused(ValueError):
     """A question that cannot be answered; the message goes to the environment."""
 
 
 @dataclass(eq=False)
-class Question:
+class TurnRequest:
     """One prompt that an environment wants the student to continue."""
 
     rollout: int  # index of the rollout that asks
@@ -51,11 +51,11 @@ class Rounds:
     """
 
     def __init__(self, count: int, limits: Limits):
-        self.full: queue.SimpleQueue[list[Question] | None] = queue.SimpleQueue()
+        self.full: queue.SimpleQueue[list[TurnRequest] | None] = queue.SimpleQueue()
         self.turns: list[list[Rollout]] = [[] for _ in range(count)]
         self._limits = limits
         self._running = set(range(count))
-        self._waiting: list[Question] = []
+        self._waiting: list[TurnRequest] = []
 
     def leave(self, rollout: int) -> None:
         """Expect no more questions of a rollout, and drop those that it left unanswered."""
@@ -69,27 +69,27 @@ class Rounds:
     async def ask(self, rollout: int, body: dict[str, Any]) -> Rollout:
         """Return the student's answer to a request."""
         if rollout not in self._running:
-            raise Refused("the rollout has ended")
-        params = sampling_params(body.get("sampling_params") or {})
+            raise TurnRefused("the rollout has ended")
+        params = params_of_request(body.get("sampling_params") or {})
         if body.get("features") or body.get("content_parts"):
-            raise Refused("images are not supported on one machine")
+            raise TurnRefused("images are not supported on one machine")
         prompt = body["token_ids"]
         vocab_size, room = self._limits.vocab_size, self._limits.max_model_len
         alien = [i for i in prompt if i < 0 or vocab_size is not None and i >= vocab_size]
         if alien:
-            raise Refused(
+            raise TurnRefused(
                 f"the prompt has the token id {alien[0]}, and the student's head has {vocab_size} "
                 "entries: tokenizer and model do not fit together"
             )
         if room is not None:
             if len(prompt) >= room:
-                raise Refused(
+                raise TurnRefused(
                     f"the conversation has {len(prompt)} tokens, and the context of {room} leaves "
                     "no room for an answer; raise rollout.max_model_len, or limit max_turns"
                 )
             params = replace(params, max_tokens=min(params.max_tokens, room - len(prompt)))
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Question(rollout, prompt, params, answer))
+        self._waiting.append(TurnRequest(rollout, prompt, params, answer))
         self._close_round()
         turn = await answer
         self.turns[rollout].append(turn)
@@ -103,7 +103,7 @@ class Rounds:
 
 
 def answer_round(
-    questions: Sequence[Question], sampler: Sampler, seeds: Sequence[int]
+    questions: Sequence[TurnRequest], sampler: Sampler, seeds: Sequence[int]
 ) -> list[Rollout]:
     """Sample the answers of a round, in order. Questions of equal parameters go in one call."""
     answers: dict[int, Rollout] = {}
@@ -115,14 +115,14 @@ def answer_round(
     return [answers[place] for place in range(len(questions))]
 
 
-def deliver(questions: Sequence[Question], turns: Sequence[Rollout]) -> None:
+def deliver(questions: Sequence[TurnRequest], turns: Sequence[Rollout]) -> None:
     """Give the questions of a round their turns, in the loop's thread."""
     for question, turn in zip(questions, turns, strict=True):
         if not question.answer.done():  # its rollout may have run into its time limit meanwhile
             question.answer.set_result(turn)
 
 
-def sampling_params(asked: dict[str, Any]) -> SamplingParams:
+def params_of_request(asked: dict[str, Any]) -> SamplingParams:
     values = {key: value for key, value in asked.items() if value is not None}
     own = {key: values.pop(key) for key in ("temperature", "top_p", "max_tokens") if key in values}
     stop = tuple(values.pop("stop_token_ids", ()))
@@ -132,7 +132,7 @@ def sampling_params(asked: dict[str, Any]) -> SamplingParams:
         if key not in IGNORED and value not in NEUTRAL.get(key, ())
     )
     if unknown:
-        raise Refused(f"the sampling parameters {', '.join(unknown)} are not supported")
+        raise TurnRefused(f"the sampling parameters {', '.join(unknown)} are not supported")
     return SamplingParams(stop_token_ids=stop, **own)
 
 
@@ -148,7 +148,7 @@ def wire_answer(turn: Rollout) -> dict[str, Any]:
     return {"request_id": "", "choices": [choice | {"logprobs": {"content": content}}]}
 
 
-async def serve(asking: Mapping[str, tuple[Rounds, int]], header: str) -> tuple[Any, str]:
+async def serve_turns(asking: Mapping[str, tuple[Rounds, int]], header: str) -> tuple[Any, str]:
     """Serve ``/inference/v1/generate`` on a free port of this machine."""
     from aiohttp import web
 
@@ -156,10 +156,10 @@ async def serve(asking: Mapping[str, tuple[Rounds, int]], header: str) -> tuple[
         trace = request.headers.get(header, "")
         try:
             if trace not in asking:
-                raise Refused(f"no rollout of the trace {trace!r} is running")
+                raise TurnRefused(f"no rollout of the trace {trace!r} is running")
             rounds, rollout = asking[trace]
             turn = await rounds.ask(rollout, await request.json())
-        except Refused as refusal:
+        except TurnRefused as refusal:
             return web.json_response({"error": {"message": str(refusal)}}, status=400)
         return web.json_response(wire_answer(turn))
 

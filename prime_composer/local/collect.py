@@ -16,7 +16,7 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import given
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
-from prime_composer.environments.tasks import Task, parts_of
+from prime_composer.environments.tasks import Task, problems_and_tasks
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
@@ -122,7 +122,7 @@ class Collector:
         A task's rollout is several samples where its conversation branched; one that failed has
         none.
         """
-        parts = parts_of(problems)
+        parts = problems_and_tasks(problems)
         own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
         engine, config = self.engine, self.rollout
         seed, order = self.trainer.seed, self.undivided(step)

@@ -14,7 +14,7 @@ from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
 from prime_composer.contract import Support, given
 from prime_composer.divergences import Normalization, entropy, forward_kl, reverse_kl
 from prime_composer.environments.episodes import EnvironmentFailed, Episode
-from prime_composer.environments.tasks import Task, parts_of
+from prime_composer.environments.tasks import Task, problems_and_tasks
 from prime_composer.full_vocabulary import compare
 from prime_composer.local.answers import KEPT, KeptAnswer
 from prime_composer.local.collect import mean_by_environment
@@ -167,7 +167,7 @@ class Evaluator:
             tasks: Sequence[int] = ()
             if isinstance(engine.teachers.scorers[teacher], OwnPromptScorer):
                 # Environments render the student's prompts.
-                tasks = [*parts_of(problems).tasks]
+                tasks = [*problems_and_tasks(problems).tasks]
                 if tasks:
                     self.not_measured.add(f"the {teacher.display}'s own answers to tasks")
             indices = [
@@ -294,7 +294,7 @@ class Evaluator:
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> tuple[dict[int, Rollout], dict[int, Episode]]:
         """Sample an answer to each problem, and play each task that does not fail, by its place."""
-        parts = parts_of(problems)
+        parts = problems_and_tasks(problems)
         rollouts: dict[int, Rollout] = {}
         episodes: dict[int, Episode] = {}
         if parts.tasks:

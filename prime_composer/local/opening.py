@@ -193,6 +193,7 @@ def open_engine(
                 engine.reward_scale = recipe.reference.reward_scale
         if environments is not None:
             environments.room = conversation_room(engine.context, engine.teachers)
+            environments.reads_messages = any(one.prompt is not None for one in readers.values())
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = _frozen_start(engine, recipe.student, origin)

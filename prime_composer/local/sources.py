@@ -14,7 +14,7 @@ from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_configs
 
 if TYPE_CHECKING:
-    from prime_composer.environments.opening import Environment
+    from prime_composer.environments.opening import LoadedEnvironment
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ProblemsAndTasks(ProblemSet):
     """Problems and tasks of a recipe that has environments by id."""
 
     by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)  # their tables
-    environments: "Mapping[str, Environment]" = field(default_factory=dict)  # by id, open
+    environments: "Mapping[str, LoadedEnvironment]" = field(default_factory=dict)  # by id, open
 
     @property
     def worked(self) -> list[Problem]:

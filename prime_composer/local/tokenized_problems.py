@@ -18,14 +18,14 @@ from prime_composer.problems.metrics import reward
 from prime_composer.problems.prompts import (
     Ends,
     around_answer,
+    asked_texts,
+    control_tokens,
     drops_reasoning,
     idle_arguments,
     marks_of,
     reads_plainly,
     render_answer,
     render_prompt,
-    special_tokens,
-    texts_of,
 )
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
@@ -77,7 +77,7 @@ class TokenizedProblems:
     def look(self, answers: bool) -> list[str]:
         """Look at what the tokenizer makes of the first problems, and return warnings."""
         warnings = []
-        config_of, special = self.problem_set.config_of, special_tokens(self.tokenizer)
+        config_of, special = self.problem_set.config_of, control_tokens(self.tokenizer)
         unread = "add_generation_prompt" not in str(getattr(self.tokenizer, "chat_template", ""))
         for problem in self._chats() if unread else ():
             before, _ = around_answer(problem, config_of(problem), self.tokenizer)
@@ -126,7 +126,7 @@ class TokenizedProblems:
         """Return whether no text of a problem becomes a special token."""
         if isinstance(problem, Task):
             return not marks_of(self.tokenizer, [problem.messages])
-        texts = [problem.answer, problem.reasoning, *texts_of(problem)]
+        texts = [problem.answer, problem.reasoning, *asked_texts(problem)]
         return not marks_of(self.tokenizer, texts) or reads_plainly(self.tokenizer)
 
     def solution(self, problem: Problem, prompt_index: int = 0) -> Rollout:

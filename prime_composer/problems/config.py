@@ -313,7 +313,7 @@ class DataConfig(Used, Table):
         return self.metric if self.graded else "accuracy"
 
 
-class Turn(NamedTuple):
+class Message(NamedTuple):
     """A message before the question."""
 
     role: str
@@ -321,7 +321,7 @@ class Turn(NamedTuple):
     reasoning: str = ""  # what the assistant thought, where the data has it apart
 
 
-Asked = tuple[tuple[Turn, ...], str]  # The conversation before, and the question
+Asked = tuple[tuple[Message, ...], str]  # The conversation before, and the question
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Problem:
     teacher: str | None = None  # that its row names, if any
     # the messages of a task's solved rollout, which small models learn from, as JSON
     transcript: str | None = None
-    context: tuple[Turn, ...] = ()  # the messages before the question
+    context: tuple[Message, ...] = ()  # the messages before the question
     reasoning: str = ""  # what the answer's author thought, where the data has it apart
 
     @property

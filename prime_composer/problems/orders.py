@@ -11,7 +11,7 @@ from typing import Any, Literal
 from prime_composer.problems.generated import ITEMS
 from prime_composer.problems.generated_text import PLACES
 
-Message = dict[str, Any]  # A message of a chat, as the OpenAI API has it
+ChatMessage = dict[str, Any]  # as the OpenAI API has it
 
 PIECES = range(2, 10)
 HELD_OUT = 0.1  # Share of the pairs of an item and a shop whose orders are in the test split alone
@@ -35,7 +35,7 @@ class Order:
         """The cost, a number of at most two digits."""
         return times(self.pieces, int(price(self.item, self.shop)))
 
-    def solution(self) -> list[Message]:
+    def solution(self) -> list[ChatMessage]:
         """Return the messages after the question of a rollout that solves it in three turns."""
         unit = price(self.item, self.shop)
         return [
@@ -45,7 +45,7 @@ class Order:
         ]
 
 
-def _call(tool: str, arguments: Message, result: str) -> list[Message]:
+def _call(tool: str, arguments: ChatMessage, result: str) -> list[ChatMessage]:
     call = {
         "id": tool,
         "type": "function",

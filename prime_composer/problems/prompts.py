@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from prime_composer.problems.config import CHAT_KEYS, DataConfig, Problem, Tokenizer, Turn
+from prime_composer.problems.config import CHAT_KEYS, DataConfig, Message, Problem, Tokenizer
 
 FIRST_MARK = 0xE000  # Private use: stands for a special token's text while data is rendered
 
@@ -59,9 +59,9 @@ def answer_text(answer: str, config: DataConfig) -> str:
 
 def prompt_messages(problem: Problem, config: DataConfig) -> list[dict[str, str]]:
     """Return the prompt as messages, before any chat template."""
-    turns = [*problem.context, Turn("user", prompt_text(problem, config))]
+    turns = [*problem.context, Message("user", prompt_text(problem, config))]
     if config.system is not None and turns[0].role != "system":
-        turns.insert(0, Turn("system", config.system))
+        turns.insert(0, Message("system", config.system))
     return [message_of(*turn) for turn in turns]
 
 
@@ -71,7 +71,7 @@ def message_of(role: str, content: str, reasoning: str = "") -> dict[str, str]:
     return {"role": role, **thought, "content": content}
 
 
-def texts_of(problem: Problem) -> list[str]:
+def asked_texts(problem: Problem) -> list[str]:
     """Return the texts of the data that are asked."""
     turns = (text for turn in problem.context for text in (turn.content, turn.reasoning))
     return [problem.question, *turns]
@@ -79,7 +79,7 @@ def texts_of(problem: Problem) -> list[str]:
 
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
     """Return the prompt's token ids."""
-    marks = marks_of(tokenizer, texts_of(problem))
+    marks = marks_of(tokenizer, asked_texts(problem))
     if config.chat_template:
         text = chat_text(problem, config, tokenizer, marks)
         _check_written(problem, config, _restore(text, marks))
@@ -99,7 +99,7 @@ def render_answer(
             "its generation_config.json, or rollout.stop"
         )
     answer = _without_end(answer, tokenizer, ends)
-    marks = marks_of(tokenizer, [answer, problem.reasoning, *texts_of(problem)])
+    marks = marks_of(tokenizer, [answer, problem.reasoning, *asked_texts(problem)])
     if not config.chat_template:
         marked = replace(problem, question=_replace(problem.question, marks))
         prompt = prompt_text(marked, config)
@@ -156,24 +156,7 @@ def chat_text(
     messages = prompt_messages(problem, config)
     if answer is not None:
         messages.append(message_of("assistant", answer, problem.reasoning))
-    marked = [
-        {key: text if key == "role" else _replace(text, marks) for key, text in one.items()}
-        for one in messages
-    ]
-    try:
-        text: str = tokenizer.apply_chat_template(
-            marked,
-            add_generation_prompt=answer is None,
-            tokenize=False,
-            **(config.template_args or {}),
-        )
-    except Exception as error:  # templates are programs, and raise what they like
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(
-            f"the tokenizer's chat template refuses the messages ({roles}) of the question "
-            f"{problem.question[:60]!r}: {error}. Change the data, or the chat template"
-        ) from error
-    return text
+    return _as_template_writes(messages, tokenizer, marks, config.template_args, answer is None)
 
 
 def render_messages(
@@ -183,25 +166,44 @@ def render_messages(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, and of what an answer to it begins with."""
-    texts = [one["content"] for one in messages if isinstance(one.get("content"), str)]
-    marks = marks_of(tokenizer, texts)
+    marks = marks_of(tokenizer, (text for one in messages for text in _said(one).values()))
+    args = {**(template_args or {}), **({"tools": tools} if tools else {})}
+    return encode(tokenizer, _as_template_writes(messages, tokenizer, marks, args), marks)
+
+
+def _as_template_writes(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    marks: Mapping[str, str],
+    args: Mapping[str, Any] | None,
+    answers: bool = True,
+) -> str:
+    """Return messages, with marks in their data, as the chat template writes them.
+
+    ``answers``: whether it writes what an answer begins with behind them.
+    """
     marked = [
-        {**one, "content": _replace(text, marks)}
-        if isinstance(text := one.get("content"), str)
-        else {**one}
+        {**one, **{key: _replace(text, marks) for key, text in _said(one).items()}}
         for one in messages
     ]
     try:
-        text = tokenizer.apply_chat_template(
-            *(marked, tools or None),
-            add_generation_prompt=True,
-            tokenize=False,
-            **(template_args or {}),
+        text: str = tokenizer.apply_chat_template(
+            marked, add_generation_prompt=answers, tokenize=False, **(args or {})
         )
     except Exception as error:  # templates are programs, and raise what they like
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(f"the chat template refuses the messages ({roles}): {error}") from error
-    return encode(tokenizer, text, marks)
+        raise ValueError(
+            f"the tokenizer's chat template refuses the messages ({roles}) from "
+            f"{str(messages[0].get('content'))[:60]!r} on: {error}. Change the data, or the chat "
+            "template"
+        ) from error
+    return text
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a message that are data."""
+    own = {key: message.get(key) for key in ("content", "reasoning_content")}
+    return {key: text for key, text in own.items() if isinstance(text, str)}
 
 
 def around_answer(
@@ -254,7 +256,7 @@ def ends_of_chat(tokenizer: Any) -> set[int]:
 
 def marks_of(tokenizer: Any, data: Iterable[str]) -> dict[str, str]:
     """Return the special tokens whose texts stand in some data, the longest first, with marks."""
-    special, text = special_tokens(tokenizer), "\n".join(data)
+    special, text = control_tokens(tokenizer), "\n".join(data)
     if not any(first in text for first in _firsts(tokenizer)):
         return {}
     found = {*tokenizer.encode(text, add_special_tokens=False)} & special.keys()
@@ -275,7 +277,7 @@ def reads_plainly(tokenizer: Any) -> bool:
     """Return whether a tokenizer reads what stands between special tokens as it reads it alone."""
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return False
-    tokens = [*special_tokens(tokenizer).values()][:TRIED_TOKENS]
+    tokens = [*control_tokens(tokenizer).values()][:TRIED_TOKENS]
     texts = [f"a {token}b c{token} d\n{token}\nE 1" for token in tokens]
     own = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return own == [_pieces(tokenizer, text, {}) for text in texts]
@@ -304,7 +306,7 @@ def _plain(tokenizer: Any) -> Any:
 
 
 @lru_cache(maxsize=8)
-def special_tokens(tokenizer: Any) -> Mapping[int, str]:
+def control_tokens(tokenizer: Any) -> Mapping[int, str]:
     """Return the tokens that control a model, by id. They have no other meaning in a text.
 
     Those around reasoning are not among them, which some makers call special: data has them, too.
@@ -316,7 +318,7 @@ def special_tokens(tokenizer: Any) -> Mapping[int, str]:
 @lru_cache(maxsize=8)
 def _firsts(tokenizer: Any) -> set[str]:
     """Return the characters with which special tokens begin. Most data has none of them."""
-    return {text[0] for text in special_tokens(tokenizer).values() if text}
+    return {text[0] for text in control_tokens(tokenizer).values() if text}
 
 
 @lru_cache(maxsize=8)

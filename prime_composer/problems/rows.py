@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_composer.problems.answers import check_reference
-from prime_composer.problems.config import DataConfig, Problem, Turn
+from prime_composer.problems.config import DataConfig, Message, Problem
 
 GZIP = ".gz"  # Ending of a file that is compressed
 
@@ -120,7 +120,7 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
         if config.messages_key is not None:
             wanted = f'"{config.messages_key}"'
         raise ValueError(f"expected an object with {wanted}, found {type(row).__name__}")
-    context: tuple[Turn, ...] = ()
+    context: tuple[Message, ...] = ()
     reasoning = ""
     if config.messages_key is None:
         prompt, answer = text_at(row, config.prompt_key, "prompt_key"), _answer(row, config)
@@ -140,7 +140,7 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
                 f'"{config.system_key}" and a system message in "{config.messages_key}": keep one '
                 "of them"
             )
-        context = (Turn("system", system), *context)
+        context = (Message("system", system), *context)
     teacher = None if config.teacher_key is None else row.get(config.teacher_key)
     teacher = None if is_missing(teacher) else teacher
     if teacher is not None and not isinstance(teacher, str):
@@ -209,7 +209,7 @@ def is_missing(value: Any) -> bool:
         return False
 
 
-def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Turn, ...], str, Turn]:
+def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Message, ...], str, Message]:
     """Return the messages before the question, the question, and the answer, empty where there is
     none."""
     try:
@@ -217,7 +217,7 @@ def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Turn, ...]
     except KeyError as error:
         raise ValueError(error.args[0]) from None
     if is_missing(messages):
-        return (), "", Turn("assistant", "")
+        return (), "", Message("assistant", "")
     if isinstance(messages, str):
         messages = _stored(messages, column)
     if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
@@ -231,7 +231,7 @@ def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Turn, ...]
         _turn(message, f'"{column}", message {number}', number)
         for number, message in enumerate(messages, start=1)
     ]
-    answer = turns.pop() if turns[-1].role == "assistant" else Turn("assistant", "")
+    answer = turns.pop() if turns[-1].role == "assistant" else Message("assistant", "")
     if not turns or turns[-1].role != "user":
         last = f"a message of the {turns[-1].role}" if turns else "nothing"
         raise ValueError(
@@ -253,7 +253,7 @@ def _stored(text: str, column: str) -> Any:
         ) from None
 
 
-def _turn(message: Any, place: str, number: int) -> Turn:
+def _turn(message: Any, place: str, number: int) -> Message:
     """Return a message under the names of chat templates."""
     if not isinstance(message, Mapping):
         raise ValueError(
@@ -272,7 +272,7 @@ def _turn(message: Any, place: str, number: int) -> Turn:
     if role == "system" and number > 1:
         raise ValueError(f"{place} is of the system, which speaks first or not at all")
     thoughts = [message[key] for key in REASONING_KEYS if not is_missing(message.get(key))]
-    return Turn(role, _content(content, place), thoughts[0] if thoughts else "")
+    return Message(role, _content(content, place), thoughts[0] if thoughts else "")
 
 
 def _content(content: Any, place: str) -> str:

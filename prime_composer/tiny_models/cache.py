@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from prime_composer.backends.errors import os_error
@@ -88,37 +87,38 @@ def _key_of_damaged(config: DamagedConfig, content: str) -> str:
     return "-".join([*names, digest.hexdigest()[:16]])
 
 
-def model_path(config: AnyPrepare, problems: ProblemSet) -> Path | None:
-    """Return the folder of a prepared model, built or not; None where ``cache_key`` is None."""
-    key = cache_key(config, problems)
-    if key is None:
-        return None
-    return cached_path(config, problems) or cache_root() / "models" / key
-
-
-def cached_path(
+def folder_of(
     config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
-) -> Path | None:
-    """Return the prepared model's folder if there is one, else None. Import nothing heavy.
+) -> tuple[Path, bool] | None:
+    """Return a prepared model's folder, and whether it is there; None where ``cache_key`` is None.
 
     A model of the package comes before one of the cache, unless that one was rebuilt. A pruned
     model counts only if it was pruned from the model that is found for the same description.
+    Nothing heavy is imported.
     """
     key = cache_key(config, problems)
     if key is None:
         return None
     path = (cache_dir or cache_root()) / "models" / key
     with _cache_errors(path.parent):
-        if not path.is_dir():
-            return _shipped(key)
-        shipped = _shipped(key)
-        if shipped is not None and not _description(path).get("rebuilt"):
-            return shipped
-        if isinstance(config, PrepareConfig) and config.prune:
+        is_there = path.is_dir()
+        if not (is_there and _description(path).get("rebuilt")) and (shipped := _shipped(key)):
+            return shipped, True
+        if is_there and isinstance(config, PrepareConfig) and config.prune:
             unpruned = cached_path(_unpruned(config), problems, cache_dir)
-            if unpruned is not None and _description(path).get("unpruned") != digest(unpruned):
-                return None
-        return path
+            was = _description(path).get("unpruned")
+            is_there = unpruned is None or was == weights_digest(unpruned)
+        return path, is_there
+
+
+def cached_path(
+    config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
+) -> Path | None:
+    """Return the folder that ``folder_of`` names if the model is there, else None."""
+    match folder_of(config, problems, cache_dir):
+        case path, True:
+            return path
+    return None
 
 
 def is_shipped(folder: Path) -> bool:
@@ -131,12 +131,12 @@ def _shipped(key: str) -> Path | None:
     folder = SHIPPED / key
     if not folder.is_dir():
         return None
-    if digest(folder) != _description(folder)["sha256"]:
+    if weights_digest(folder) != _description(folder)["sha256"]:
         raise ValueError(f"{folder / WEIGHTS} is damaged; install prime-composer again")
     return folder
 
 
-def digest(folder: Path) -> str | None:
+def weights_digest(folder: Path) -> str | None:
     """Return the SHA-256 of a model's weights, None where they are missing."""
     try:
         return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
@@ -173,9 +173,9 @@ def prepare_configs(recipe: Recipe) -> dict[str, tuple[str, AnyPrepare]]:
 def model_folders(recipe: Recipe, problems: ProblemSet) -> dict[str, Path]:
     """Return the folder of every prepared model of a recipe, built or not, by table."""
     return {
-        table: path
+        table: found[0]
         for table, (_, config) in prepare_configs(recipe).items()
-        if (path := model_path(config, problems)) is not None
+        if (found := folder_of(config, problems)) is not None
     }
 
 
@@ -218,9 +218,7 @@ def prepare_model(
     ``rebuilt`` names what this command has trained, which ``rebuild`` leaves as it is.
     """
     models = (cache_dir or cache_root()) / "models"
-    key = cache_key(config, problems)
-    if key is None:
-        key = _key_of_download(config, problems)
+    key = cache_key(config, problems) or _key_of_download(config, problems)
     path = models / key
     rebuild = rebuild and path not in rebuilt
     if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
@@ -234,15 +232,15 @@ def prepare_model(
             unfinished = models / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            if isinstance(config, DamagedConfig):
-                _damage(config, unfinished)
-            elif config.prune:
+            unpruned = None
+            if isinstance(config, PrepareConfig) and config.prune:
                 unpruned = prepare_model(
                     _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
                 )
-                _prune(config, problems, unpruned, unfinished, progress or _silent)
-            else:
-                _build(config, problems, unfinished, progress or _silent, rebuild)
+            details = _write_model(
+                config, problems, unfinished, progress or _silent, unpruned, rebuild
+            )
+            _describe(config, unfinished, details)
             replaced = models / f"{key}.replaced"
             shutil.rmtree(replaced, ignore_errors=True)
             if path.is_dir():
@@ -252,31 +250,33 @@ def prepare_model(
     return path
 
 
-def _build(
-    config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress, rebuilt: bool
-) -> None:
-    """Train the model, and write it with its tokenizer and description into ``folder``."""
-    loss = _training().build_model(config, problems, folder, progress)
-    _describe(config, problems, folder, loss=loss, **({"rebuilt": True} if rebuilt else {}))
-
-
-def _prune(
-    config: PrepareConfig, problems: ProblemSet, unpruned: Path, folder: Path, progress: Progress
-) -> None:
-    """Write a pruned copy of a model, with its tokenizer and description, into ``folder``."""
-    loss = _description(unpruned)["loss"]
-    _training().prune_model(unpruned, config.prune, folder)
-    progress(config.sft_steps, config.sft_steps, loss)
-    _describe(config, problems, folder, loss=loss, unpruned=digest(unpruned))
-
-
-def _damage(config: DamagedConfig, folder: Path) -> None:
-    """Write a damaged copy of a model, with its tokenizer and description, into ``folder``."""
+def _write_model(
+    config: AnyPrepare,
+    problems: ProblemSet,
+    folder: Path,
+    progress: Progress,
+    unpruned: Path | None,
+    rebuilt: bool,
+) -> dict[str, Any]:
+    """Write a model and its tokenizer into ``folder``, and return what there is to say of it."""
     with _libraries():
-        from prime_composer.tiny_models.damage import damage_model
+        from prime_composer.tiny_models import damage, training
 
-        counts = damage_model(config, folder)
-    _write_description(folder, config, counts._asdict())
+        if isinstance(config, DamagedConfig):
+            return damage.damage_model(config, folder)._asdict()
+    data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
+    if unpruned is None:
+        loss = training.build_model(config, problems, folder, progress)
+        return {"data": data, "loss": loss} | ({"rebuilt": True} if rebuilt else {})
+    training.prune_model(unpruned, config.prune, folder)
+    loss = _description(unpruned)["loss"]
+    progress(config.sft_steps, config.sft_steps, loss)
+    return {"data": data, "loss": loss, "unpruned": weights_digest(unpruned)}
+
+
+def _describe(config: AnyPrepare, folder: Path, details: dict[str, Any]) -> None:
+    description = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
@@ -292,12 +292,6 @@ def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
     return key
 
 
-def _training() -> ModuleType:
-    with _libraries():
-        from prime_composer.tiny_models import training
-    return training
-
-
 @contextmanager
 def _libraries() -> Iterator[None]:
     """Within the block, turn a missing library into one sentence."""
@@ -307,16 +301,6 @@ def _libraries() -> Iterator[None]:
         raise ValueError(
             f"preparing a model on the spot needs {error.name}: {pip_install('local')}"
         ) from error
-
-
-def _describe(config: PrepareConfig, problems: ProblemSet, folder: Path, **details: Any) -> None:
-    data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
-    _write_description(folder, config, {"data": data, **details})
-
-
-def _write_description(folder: Path, config: AnyPrepare, details: dict[str, Any]) -> None:
-    description = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def _silent(done: int, steps: int, loss: float) -> None:

@@ -27,7 +27,7 @@ from prime_composer.tiny_models.transcripts import (
     MARKS,
     Example,
     example_of,
-    texts_of,
+    transcript_texts,
 )
 
 hide_cuda_packages()
@@ -55,7 +55,9 @@ def build_model(
     if not practice:
         raise ValueError("[*.prepare] learns from answers, and the data has none: name models")
     tokenizer = train_tokenizer(problems, config.vocab_size, config.pieces)
-    examples = [_example(problem, problems, tokenizer) for problem in with_hints(practice, config)]
+    examples = [
+        _example(problem, problems, tokenizer) for problem in with_worked_hints(practice, config)
+    ]
     longest = max(len(token_ids) for token_ids, _ in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
@@ -129,7 +131,7 @@ def train_tokenizer(
         if transcript is None:
             texts += _texts(problem, problems)
         else:
-            texts += texts_of(transcript, renderer)
+            texts += transcript_texts(transcript, renderer)
     tokenizer.train_from_iterator(texts, trainer)
     return _with_template(tokenizer, marks)
 
@@ -166,7 +168,7 @@ def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Q
     )
 
 
-def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Problem]:
+def with_worked_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Problem]:
     """Return the problems, a share of them with the worked answer as a hint in the question."""
     if config.hint_template is None or config.hint_share is None:
         return list(problems)

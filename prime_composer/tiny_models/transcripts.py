@@ -38,7 +38,7 @@ def messages_of(transcript: str) -> list[dict[str, Any]]:
     return messages
 
 
-def texts_of(transcript: str, tokenizer: Any) -> list[str]:
+def transcript_texts(transcript: str, tokenizer: Any) -> list[str]:
     """Return the texts of a transcript, messages as JSON, that are tokenized by themselves."""
     text = tokenizer.apply_chat_template(messages_of(transcript), tokenize=False)
     return [

@@ -35,7 +35,7 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     import_transformers,
     without_progress_bars,
 )
-from prime_composer.environments.tasks import parts_of  # noqa: E402
+from prime_composer.environments.tasks import problems_and_tasks  # noqa: E402
 from prime_composer.local.collect import Clock  # noqa: E402
 from prime_composer.local.engine import Engine  # noqa: E402
 from prime_composer.local.opening import open_engine  # noqa: E402
@@ -149,7 +149,7 @@ def measure(size: str, args: argparse.Namespace) -> None:
         )
         sources = load_sources(recipe)
         assert isinstance(sources, ProblemsAndTasks)
-        parts = parts_of(sources.practice)
+        parts = problems_and_tasks(sources.practice)
         with open_engine(recipe, sources, {}, lambda text: None) as engine:
             tokenizer = engine.problems.tokenizer
             plain = ProblemSet([*parts.problems.values()], [], sources.sources)

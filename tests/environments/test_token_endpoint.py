@@ -9,11 +9,11 @@ import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.environments.token_endpoint import (
-    Question,
-    Refused,
     Rounds,
+    TurnRefused,
+    TurnRequest,
     answer_round,
-    sampling_params,
+    params_of_request,
     wire_answer,
 )
 
@@ -72,7 +72,7 @@ def test_rounds_rollout_that_leaves_closes_the_round() -> None:
         with pytest.raises(asyncio.CancelledError):
             await first
         second.cancel()
-        with pytest.raises(Refused, match="has ended"):
+        with pytest.raises(TurnRefused, match="has ended"):
             await rounds.ask(2, body([1]))
 
     run(scenario())
@@ -81,7 +81,7 @@ def test_rounds_rollout_that_leaves_closes_the_round() -> None:
 def test_ask_answer_that_exceeds_the_context_is_shortened() -> None:
     """A turn's token budget is what the context leaves of it."""
 
-    async def scenario() -> list[Question] | None:
+    async def scenario() -> list[TurnRequest] | None:
         rounds = Rounds(1, LIMITS)
         asked = asyncio.ensure_future(rounds.ask(0, body([1] * 6)))
         await asyncio.sleep(0)
@@ -106,7 +106,7 @@ def test_ask_what_the_sampler_cannot_do_is_refused(
     request_body: dict[str, Any], message: str
 ) -> None:
     """A full context, an id outside the vocabulary, an unknown parameter, an image."""
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(TurnRefused, match=message):
         run(Rounds(1, LIMITS).ask(0, request_body))
 
 
@@ -114,15 +114,15 @@ def test_sampling_params_of_a_request_are_read() -> None:
     """Temperature, top-p, budget and stop ids; what changes no distribution is ignored."""
     asked = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5, "stop_token_ids": [2, 3]}
     expected = SamplingParams(1, 0.7, 0.9, 5, (2, 3))
-    assert sampling_params({**asked, "logprobs": 1, "top_k": None}) == expected
+    assert params_of_request({**asked, "logprobs": 1, "top_k": None}) == expected
 
 
 def test_sampling_params_neutral_values_are_no_parameters() -> None:
     """What verifiers sends against a server's defaults is read; a penalty is refused."""
     neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
-    assert sampling_params({"max_tokens": 5, **neutral}) == SamplingParams(max_tokens=5)
-    with pytest.raises(Refused, match="min_p, repetition_penalty are not supported"):
-        sampling_params({**neutral, "min_p": 0.1, "repetition_penalty": 1.2})
+    assert params_of_request({"max_tokens": 5, **neutral}) == SamplingParams(max_tokens=5)
+    with pytest.raises(TurnRefused, match="min_p, repetition_penalty are not supported"):
+        params_of_request({**neutral, "min_p": 0.1, "repetition_penalty": 1.2})
 
 
 class Recorder:
@@ -149,7 +149,7 @@ def test_answer_round_equal_parameters_go_in_one_call() -> None:
     short, long = SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)
     with closing(asyncio.new_event_loop()) as loop:
         questions = [
-            Question(index, [index], params, loop.create_future())
+            TurnRequest(index, [index], params, loop.create_future())
             for index, params in enumerate([long, short, long])
         ]
     sampler = Recorder()

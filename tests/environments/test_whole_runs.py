@@ -402,7 +402,7 @@ def test_open_engine_that_fails_closes_what_is_open(
 
     urls: list[str] = []
     samplers: list[Any] = []
-    serve, open_sampler = environments.serve, opening.open_sampler
+    serve, open_sampler = environments.serve_turns, opening.open_sampler
 
     async def keep_url(*args: Any) -> Any:
         runner, url = await serve(*args)
@@ -418,7 +418,7 @@ def test_open_engine_that_fails_closes_what_is_open(
         socket.create_connection(("127.0.0.1", port)).close()
         raise ValueError("it cannot be opened")
 
-    monkeypatch.setattr(environments, "serve", keep_url)
+    monkeypatch.setattr(environments, "serve_turns", keep_url)
     monkeypatch.setattr(opening, "open_sampler", keep_sampler)
     monkeypatch.setattr(opening, failing, fail)
     recipe = parse_recipe(raw)

@@ -15,7 +15,7 @@ import pytest
 
 from prime_composer.extras import pip_install
 from prime_composer.problems.answers import contains
-from prime_composer.problems.config import DataConfig, Problem, Turn
+from prime_composer.problems.config import DataConfig, Message, Problem
 from prime_composer.problems.files import read_file
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import prompt_messages, render_prompt
@@ -63,7 +63,7 @@ def test_conversation_ends_in_its_answer() -> None:
     row = chat(system, user("Hi"), assistant("Yes?"), user(" How old? "), assistant(" 57\n"))
     problem = read(row, **CHAT)
     assert (problem.question, problem.answer) == ("How old?", "57")
-    said = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Yes?"))
+    said = (Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Yes?"))
     assert problem.context == said
     config = DataConfig(source="rows", **CHAT)
     assert config.chat_template
@@ -125,7 +125,7 @@ SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value":
 def test_conversation_is_read_as_people_store_it(stored: Any) -> None:
     problem = read({"messages": stored}, **CHAT)
     assert (problem.question, problem.answer) == ("How old?", "57")
-    assert problem.context == (Turn("system", "Be brief."),)
+    assert problem.context == (Message("system", "Be brief."),)
 
 
 def test_reasoning_beside_an_answer_goes_to_the_template() -> None:

@@ -22,9 +22,9 @@ from prime_composer.tiny_models.cache import (
     DESCRIPTION,
     SHIPPED,
     WEIGHTS,
-    digest,
     prepare_configs,
     prepare_model,
+    weights_digest,
 )
 
 
@@ -43,7 +43,7 @@ def ship(recipe_file: Path) -> Path:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     description = json.loads((folder / DESCRIPTION).read_text())
     del description["rebuilt"]
-    description["sha256"] = digest(folder)
+    description["sha256"] = weights_digest(folder)
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
     return folder
 

@@ -227,18 +227,18 @@ def test_padded_targets_are_the_next_answer_tokens():
 
 def test_with_hints_adds_the_answer_to_a_share():
     """A share of the examples contains the worked answer as a hint."""
-    from prime_composer.tiny_models.training import with_hints
+    from prime_composer.tiny_models.training import with_worked_hints
 
     problems = load_problems(DataConfig(size=600))[0]
     config = TINY.model_copy(update={"hint_template": "{hint} | {question}", "hint_share": 0.25})
-    with_hint = with_hints(problems, config)
+    with_hint = with_worked_hints(problems, config)
     hinted = [(a, b) for a, b in zip(problems, with_hint, strict=True) if a != b]
     assert 0.18 * len(problems) < len(hinted) < 0.32 * len(problems)
     assert all(
         b.question == f"{a.answer} | {a.question}" and b.answer == a.answer for a, b in hinted
     )
-    assert with_hints(problems, config) == with_hint
-    assert with_hints(problems, TINY) == problems
+    assert with_worked_hints(problems, config) == with_hint
+    assert with_worked_hints(problems, TINY) == problems
 
 
 def test_prepare_config_hint_keys_go_together():
