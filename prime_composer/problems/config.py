@@ -57,6 +57,14 @@ def _checked_weights(
 # Keys of ``[data]`` that need a chat template
 CHAT_KEYS = ("messages_key", "system", "system_key", "template_args")
 
+# (key, another one, the value with which the first is read)
+READ_ONLY_WITH = (
+    ("path", "source", "files"),
+    ("kind", "source", "generated"),
+    ("operations", "kind", "arithmetic"),
+    ("topics", "kind", "facts"),
+)
+
 TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
 
@@ -231,10 +239,13 @@ class DataConfig(Used, Table):
                 'source = "files" needs path, a JSONL or parquet file, or a folder of them '
                 "(GSM8K's own: https://github.com/openai/grade-school-math)"
             )
-        if self.source != "files" and self.path is not None:
-            raise ValueError(
-                f'path is read only with source = "files", and source = {self.source!r}'
-            )
+        for key, other, value in READ_ONLY_WITH:
+            now = getattr(self, other)
+            if getattr(self, key) != type(self).model_fields[key].default and now != value:
+                raise ValueError(
+                    f'{key} is read only with {other} = "{value}", and {other} = "{now}": leave '
+                    "one of them out"
+                )
         of_rows = ("teacher_key", "messages_key", "system_key")
         given = [key for key in of_rows if getattr(self, key) is not None]
         if self.source == "generated" and given:
@@ -243,25 +254,16 @@ class DataConfig(Used, Table):
                 f"{given[0]} names a key of the data's rows, and generated problems have none: "
                 + (f"use `{instead}`" if instead else "leave it out, or set path")
             )
-        if self.source != "generated" and self.kind != "arithmetic":
-            raise ValueError(
-                f'kind = "{self.kind}" is read only with source = "generated", and source = '
-                f'"{self.source}": leave one of them out'
-            )
         if self.kind != "arithmetic" and self.metric in MATH:
             usual = USUAL_METRIC.get(self.kind, "exact")
             raise ValueError(
                 f'metric = "{self.metric}" reads the number after "{FINAL_MARK}", and kind = '
                 f'"{self.kind}" has none: set metric = "{usual}"'
             )
-        if self.kind != "arithmetic" and self.operations != (1, 2, 3):
-            raise ValueError('operations is read only with kind = "arithmetic": leave it out')
         return self
 
     @model_validator(mode="after")
     def _check_topics(self) -> "DataConfig":
-        if self.kind != "facts" and self.topics != DataConfig.model_fields["topics"].default:
-            raise ValueError('topics is read only with kind = "facts": leave it out')
         if len(set(self.topics)) < len(self.topics):
             raise ValueError(f"topics = {list(self.topics)} has one twice: leave it out")
         if self.kind == "facts" and "capitals" in self.topics and self.trains:

@@ -191,11 +191,11 @@ def _as_template_writes(
             marked, add_generation_prompt=answers, tokenize=False, **(args or {})
         )
     except Exception as error:  # templates are programs, and raise what they like
-        roles = ", ".join(str(message.get("role")) for message in messages)
+        roles = [str(message.get("role")) for message in messages]
+        asked = [one.get("content") for one in messages if one.get("role") == "user"][-1:]
         raise ValueError(
-            f"the tokenizer's chat template refuses the messages ({roles}) from "
-            f"{str(messages[0].get('content'))[:60]!r} on: {error}. Change the data, or the chat "
-            "template"
+            f"the tokenizer's chat template refuses the messages ({', '.join(roles)}) of the "
+            f"question {str(*asked)[:60]!r}: {error}. Change the data, or the chat template"
         ) from error
     return text
 

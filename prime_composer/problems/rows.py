@@ -34,6 +34,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class MissingColumn(ValueError):
+    """A row has no such column; the message names those that there are."""
+
+
 class UnusableRow(ValueError):
     """A row of the right form that trains or measures nothing, such as one without text."""
 
@@ -123,8 +127,9 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
     context: tuple[Message, ...] = ()
     reasoning = ""
     if config.messages_key is None:
-        prompt, answer = text_at(row, config.prompt_key, "prompt_key"), _answer(row, config)
         prompt_key, answer_key = config.prompt_key, config.answer_key
+        prompt = _text(value_at(row, prompt_key, "prompt_key"), prompt_key, "prompt_key")
+        answer = _answer(row, config)
     else:
         context, prompt, (_, answer, reasoning) = _conversation(row, config.messages_key)
         prompt_key = answer_key = config.messages_key
@@ -134,7 +139,9 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
         )
     if config.scored:
         _check_answer(answer, config, answer_key)
-    if config.system_key is not None and (system := _system(row, config.system_key)):
+    if config.system_key is not None and (
+        system := _text(row.get(config.system_key), config.system_key, "system_key")
+    ):
         if context and context[0].role == "system":
             raise ValueError(
                 f'"{config.system_key}" and a system message in "{config.messages_key}": keep one '
@@ -170,12 +177,10 @@ def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
     """Return the answer in its column; "" where there is none and none is needed."""
     try:
         value = value_at(row, config.answer_key, "answer_key")
-    except KeyError as error:
+    except MissingColumn as error:
         if not config.scored:
             return ""
-        raise ValueError(
-            f'{error.args[0]}, or set metric = "none" for prompts without answers'
-        ) from None
+        raise ValueError(f'{error}, or set metric = "none" for prompts without answers') from None
     if isinstance(value, Real | Decimal) and not isinstance(value, bool) and not is_missing(value):
         return _written(value, config.answer_key)
     return _text(value, config.answer_key, "answer_key")
@@ -190,11 +195,6 @@ def _written(number: Real | Decimal, column: str) -> str:
             'an integer (in pandas the dtype "Int64", which allows for missing values)'
         )
     return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
-
-
-def _system(row: Mapping[str, Any], column: str) -> str:
-    """Return a row's own system message; "" for none."""
-    return _text(row.get(column), column, "system_key")
 
 
 def is_missing(value: Any) -> bool:
@@ -212,10 +212,7 @@ def is_missing(value: Any) -> bool:
 def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Message, ...], str, Message]:
     """Return the messages before the question, the question, and the answer, empty where there is
     none."""
-    try:
-        messages = value_at(row, column, "messages_key")
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
+    messages = value_at(row, column, "messages_key")
     if is_missing(messages):
         return (), "", Message("assistant", "")
     if isinstance(messages, str):
@@ -223,10 +220,8 @@ def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Message, .
     if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
         messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(
-            f'"{column}" must be a list of messages, found '
-            + ("an empty one" if isinstance(messages, list | tuple) else type(messages).__name__)
-        )
+        found = "an empty one" if messages in ([], ()) else type(messages).__name__
+        raise ValueError(f'"{column}" must be a list of messages, found {found}')
     turns = [
         _turn(message, f'"{column}", message {number}', number)
         for number, message in enumerate(messages, start=1)
@@ -303,15 +298,6 @@ def _is_text(part: Any) -> bool:
     )
 
 
-def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
-    """Return the text in a column, without white space around it."""
-    try:
-        value = value_at(row, column, key)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
-    return _text(value, column, key)
-
-
 def _text(value: Any, column: str, key: str) -> str:
     """Return a text without white space around it; "" for a missing one."""
     if is_missing(value):
@@ -328,7 +314,7 @@ def _text(value: Any, column: str, key: str) -> str:
 
 
 def value_at(row: Mapping[str, Any], column: str, key: str) -> Any:
-    """Return what a column of a row contains. A ``KeyError`` says which columns there are."""
+    """Return what a column of a row contains; raise ``MissingColumn`` where there is none."""
     value: Any = row
     for name in [column] if column in row else column.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -337,7 +323,7 @@ def value_at(row: Mapping[str, Any], column: str, key: str) -> Any:
             kept = next((n for n in CONVERSATIONS if isinstance(row.get(n), list | tuple)), None)
             if key != "messages_key" and kept is not None:
                 hint = f', or set messages_key = "{kept}"'
-            raise KeyError(
+            raise MissingColumn(
                 f'"{column}" is missing; the keys are '
                 + (names if len(names) <= 100 else f"{names[:100]} ...")
                 + f"; name one of them in [data] {key}{hint}"

@@ -165,9 +165,9 @@ def test_run_agrees_with_the_graph_of_verifiers(play: Any, monkeypatch: pytest.M
     traces: dict[int, Any] = {}
     outcome = environments.outcome
 
-    def keep(episode: Any, turns: Any, place: int) -> Any:
+    def keep(episode: Any, turns: Any, place: int, *others: Any) -> Any:
         (traces[place],) = episode.traces
-        return outcome(episode, turns, place)
+        return outcome(episode, turns, place, *others)
 
     monkeypatch.setattr(environments, "outcome", keep)
     episodes = play(lambda text: "answer", args={"script": ["a", "b"]})

@@ -14,7 +14,6 @@ from prime_composer.environments.token_endpoint import (
     TurnRequest,
     answer_round,
     params_of_request,
-    wire_answer,
 )
 
 LIMITS = Limits(max_model_len=8, vocab_size=100)
@@ -76,20 +75,6 @@ def test_rounds_rollout_that_leaves_closes_the_round() -> None:
             await rounds.ask(2, body([1]))
 
     run(scenario())
-
-
-def test_ask_answer_that_exceeds_the_context_is_shortened() -> None:
-    """A turn's token budget is what the context leaves of it."""
-
-    async def scenario() -> list[TurnRequest] | None:
-        rounds = Rounds(1, LIMITS)
-        asked = asyncio.ensure_future(rounds.ask(0, body([1] * 6)))
-        await asyncio.sleep(0)
-        asked.cancel()
-        return rounds.full.get_nowait()
-
-    (question,) = run(scenario())
-    assert question.params.max_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -156,14 +141,3 @@ def test_answer_round_equal_parameters_go_in_one_call() -> None:
     turns = answer_round(questions, sampler, seeds=[11, 12, 13])
     assert sampler.calls == [([[0], [2]], 3, 11), ([[1]], 2, 12)]
     assert [turn.completion_ids for turn in turns] == [[0], [1], [2]]
-
-
-def test_wire_answer_is_vllms() -> None:
-    """Ids, a log-prob per id with the id's name, and the reason, as vLLM's endpoint has them."""
-    (choice,) = wire_answer(rollout([1, 2], [3, 4]))["choices"]
-    assert choice["token_ids"] == [3, 4]
-    assert choice["finish_reason"] == "stop"
-    assert choice["logprobs"]["content"] == [
-        {"token": "token_id:3", "logprob": -0.5},
-        {"token": "token_id:4", "logprob": -0.5},
-    ]

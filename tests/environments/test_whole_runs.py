@@ -177,15 +177,6 @@ def test_teacher_reads_its_own_prompt_of_each_turn(raw: dict[str, Any], tmp_path
             torch.testing.assert_close(own.teacher_logprobs.double(), expected, atol=2e-5, rtol=0)
 
 
-def test_train_two_turns_with_its_own_prompt(raw: dict[str, Any], tmp_path: Path) -> None:
-    """A whole run with a teacher that has a system message: what is said between is no loss."""
-    prompt = {"prompt": {"system": "Be kind."}}
-    records = run(raw | {"teacher": raw["teacher"] | prompt}, tmp_path / "run")
-    plain = run(raw, tmp_path / "plain")
-    assert records[1]["rollout/tokens"] == plain[1]["rollout/tokens"]
-    assert records[1]["topk_reverse_kl/kl"] != plain[1]["topk_reverse_kl/kl"]
-
-
 def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
     """A whole run: every turn is scored and trained on, and counts are in the metrics."""
     records = run(raw, tmp_path / "run")
@@ -199,11 +190,6 @@ def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> 
     assert (records[0]["eval/turns"], records[0]["eval/tool_calls"]) == (2, 0)
     assert (records[0]["teacher/turns"], records[0]["teacher/tool_calls"]) == (2, 0)
     assert records[-1]["eval/reverse_kl"] > 0
-
-
-def test_train_same_recipe_twice_is_bit_exact(raw: dict[str, Any], tmp_path: Path) -> None:
-    """Threads and servers change no number: two runs have the same losses and rewards."""
-    assert run(raw, tmp_path / "a") == run(raw, tmp_path / "b")
 
 
 def test_train_environment_resumes_to_the_same_numbers(
@@ -228,6 +214,7 @@ def test_train_environment_resumes_to_the_same_numbers(
     longer["eval"] |= {"every": 1}
     longer["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
     whole = run(longer, tmp_path / "whole")
+    assert {"eval/accuracy/talk", "eval/accuracy/sums"} <= whole[-1].keys()
     cut = run(longer, tmp_path / "cut", Silent(interrupt_at=3))
     assert [record["step"] for record in cut] == [0, 1, 2]
     assert run(longer, tmp_path / "cut", resume=True) == whole
@@ -369,16 +356,6 @@ def test_train_conversation_fills_the_context_of_all_models(
     records = run(full, tmp_path / "run")
     assert max(longest) == 139
     assert records[-1]["rollout/truncated"] > 0
-
-
-def test_train_environment_beside_problems(raw: dict[str, Any], tmp_path: Path) -> None:
-    """Problems and tasks share the steps by their ratios."""
-    mixed = copy.deepcopy(raw)
-    mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
-    mixed["trainer"] |= {"steps": 1, "batch_size": 8}
-    records = run(mixed, tmp_path / "run")
-    assert {"rollout/reward/talk", "rollout/reward/sums"} <= records[-1].keys()
-    assert {"eval/accuracy/talk", "eval/accuracy/sums"} <= records[-1].keys()
 
 
 def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:

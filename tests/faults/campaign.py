@@ -1,19 +1,19 @@
 """Hunt for wrong numbers taken in silence, and for tracebacks, with other seeds at each call.
 
-    python -m tests.faults.campaign --seed 7 --minutes 20 [--only kill signal ...] [--verbose]
+    python -m tests.faults.campaign --seed 7 --minutes 20 [--only signal scores ...] [--verbose]
 
 Each trial disturbs one whole run, or one recipe, at random:
 
-    kill         SIGKILL at random moments, then the same command with --resume
     signal       SIGINT, SIGTERM or SIGHUP at a random moment, once or twice, then --resume
     scores       a teacher's answers spoiled after some requests, for some requests, in some rows
     rollouts     a rollout server's answers, likewise
     recipe       one or two keys of a recipe replaced by nonsense, checked and run for a step
     checkpoint   files of a run's checkpoints changed, cut, lost or mixed, then --resume
 
-A disturbed run may end right (bit-equal to an undisturbed one), or be refused with one sentence. It
-must never train on a wrong number, and no user ever sees a traceback. The table counts how trials
-ended; the exit status is 1 where a wrong number or a traceback was found.
+``tests.faults.points`` kills a run at every point. A disturbed run may end right (bit-equal to an
+undisturbed one), or be refused with one sentence. It must never train on a wrong number, and no
+user ever sees a traceback. The table counts how trials ended; the exit status is 1 where a wrong
+number or a traceback was found.
 """
 
 import argparse
@@ -26,12 +26,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
+from tests.command import toml
 from tests.faults import child, modes
 from tests.faults.compare import differences, steps_of
 from tests.fork_server import Fork, ForkServer
@@ -43,13 +47,9 @@ LONGEST_MESSAGE = 1500
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-PLAUSIBLE = {
-    "positive_0.001", "own_shifted_0.01", "own_shifted_2", "own_lowered_5", "own_zero", "zeros",
-    "support_zero", "mass_1.01", "tempered", "other_model", "other_model_for_new", "stale",
-    "duplicates", "mu_shifted", "mu_zeros",
-}  # fmt: skip
-"""Ways of spoiling that may leave an answer which some model could have given: for one row, with
-K = 0, or between two canaries. A run that trains on one is counted as plausible."""
+PLAUSIBLE = {"tempered", "other_model", "other_model_for_new", "stale", "mu_shifted"}
+"""Ways of spoiling that may leave an answer which some model could have given: for one row, or
+between two canaries. A run that trains on one is counted as plausible."""
 
 LOSSES: tuple[dict[str, Any], ...] = (
     {"type": "topk_reverse_kl", "k": 8},
@@ -74,34 +74,60 @@ class Trial:
     detail: str = ""
 
 
-@dataclass
+class Ended(Exception):
+    """A run ended in one of the ways ``BAD``."""
+
+    def __init__(self, outcome: str, detail: str):
+        super().__init__(outcome)
+        self.outcome, self.detail = outcome, detail
+
+
 class Campaign:
     """The undisturbed run of each recipe, and what all trials share.
 
-    Attributes:
-        random: decides everything.
-        folder: where runs are.
-        server: starts processes.
-        teacher: a server of the teacher, which also has the student's model.
-        student: a server of the student.
-        wholes: undisturbed runs, by their recipe as TOML.
-        seconds: how long each of them took.
-        count: trials so far.
+    A method of ``PARTS`` notes in ``what`` what it does, and returns outcome and detail.
     """
 
-    random: random.Random
-    folder: Path
-    server: ForkServer
-    teacher: Any = None
-    student: Any = None
-    wholes: dict[str, Path] = field(default_factory=dict)
-    seconds: dict[Path, float] = field(default_factory=dict)
-    count: int = 0
+    def __init__(self, rng: random.Random, folder: Path, server: ForkServer):
+        self.random, self.folder, self.server = rng, folder, server
+        self.teacher: Any = None  # a server of the teacher, which also has the student's model
+        self.student: Any = None
+        self.what = ""
+        self._wholes: dict[str, tuple[Path, float]] = {}  # recipe -> undisturbed run, its seconds
+        self._count = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, seed: int) -> Iterator["Campaign"]:
+        """Start what trials need, and stop it."""
+        from tests.faults.server import SpoilingServer
+        from tests.local.helpers import tiny_models
+
+        with ExitStack() as stack:
+            name = tempfile.TemporaryDirectory(prefix="prime_composer_campaign_")
+            folder, server = Path(stack.enter_context(name)), child.server()
+            stack.callback(server.close)
+            os.environ["PRIME_COMPOSER_CACHE"] = str(folder / "cache")
+            found = cls(random.Random(seed), folder, server)
+            paths = tiny_models(found.recipe())
+            teacher = SpoilingServer(paths["teacher"], other=paths["student"])
+            found.teacher = stack.enter_context(teacher)
+            found.student = stack.enter_context(SpoilingServer(paths["student"]))
+            yield found
+
+    def trial(self, part: str) -> Trial:
+        """Run one trial, and remove its folder."""
+        try:
+            outcome, detail = PARTS[part](self)
+        except Ended as ended:
+            outcome, detail = ended.outcome, ended.detail
+        for old in self.folder.glob("trial_*"):
+            shutil.rmtree(old, ignore_errors=True)
+        return Trial(part, self.what, outcome, detail)
 
     def new_folder(self) -> Path:
-        """Return an empty folder for a trial."""
-        self.count += 1
-        folder = self.folder / f"trial_{self.count}"
+        self._count += 1
+        folder = self.folder / f"trial_{self._count}"
         folder.mkdir()
         return folder
 
@@ -119,88 +145,41 @@ class Campaign:
         return raw
 
     def run(self, raw: dict[str, Any], folder: Path, *words: str, **how: Any) -> child.Done:
-        """Run a recipe in ``folder``/run."""
-        from tests.command import toml
-
+        """Run a recipe in ``folder``/run, which has to end in order."""
         file = folder / "recipe.toml"
         file.write_text(toml(raw), encoding="utf-8")
         all_words = ["rl", "--engine", "local", "--config", file, "--output-dir", folder / "run"]
-        return child.run(self.server, [*all_words, *words], folder, **how)
+        return in_order(child.run(self.server, [*all_words, *words], folder, **how))
 
-    def whole(self, raw: dict[str, Any]) -> Path:
-        """Return the undisturbed run of a recipe, made once.
+    def whole(self, raw: dict[str, Any]) -> tuple[Path, float]:
+        """Return the undisturbed run of a recipe, made once, and its seconds.
 
         No number depends on how often checkpoints are written or canaries asked.
         """
-        from tests.command import toml
-
         raw = raw | {"checkpoint": self.recipe()["checkpoint"], "checks": {"every": 1}}
         key = toml(raw)
-        if key not in self.wholes:
-            folder = self.folder / f"whole_{len(self.wholes)}"
+        if key not in self._wholes:
+            folder, start = self.folder / f"whole_{len(self._wholes)}", time.monotonic()
             folder.mkdir()
-            start = time.monotonic()
             done = self.run(raw, folder)
             assert done.status == 0, done.output
-            self.wholes[key] = folder / "run"
-            self.seconds[folder / "run"] = time.monotonic() - start
-        return self.wholes[key]
+            self._wholes[key] = folder / "run", time.monotonic() - start
+        return self._wholes[key]
 
-    def judge(self, done: child.Done, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
-        """Return how a disturbed run ended, with what is to be said of it."""
-        if done.has_traceback:
-            return "traceback", done.output[-3000:]
-        if done.timed_out:
-            return "hung", done.output[-500:]
-        if steps_of(folder / "run") and (found := differences(folder / "run", self.whole(raw))):
-            return "wrong", "; ".join(found)
-        if done.status == 0:
-            return "right", ""
-        if not done.message.strip() or len(done.message) > LONGEST_MESSAGE:
-            return "unclear", done.output[-2000:]
-        return "refused", done.message
-
-    def kill(self) -> Trial:
-        """Kill a run up to three times."""
-        raw = self.recipe(checkpoint__every=self.random.choice((1, 2, 3)))
-        folder, times = self.new_folder(), self.random.choice((1, 2, 3))
-        moments = [self.moment(raw) for _ in range(times)]
-        for number, moment in enumerate(moments):
-
-            def shoot(process: Fork, moment: float = moment) -> None:
-                process.poll(moment)
-                process.kill()
-
-            words = ("--resume",) if number and self.random.random() < 0.9 else ()
-            done = self.run(raw, folder, *words, meanwhile=shoot)
-            if done.has_traceback:
-                return Trial("kill", f"{moments}", "traceback", done.output)
-            if done.status == 0:
-                break
-        return Trial("kill", f"at {moments}", *self.finish_killed(raw, folder))
-
-    def moment(self, raw: dict[str, Any]) -> float:
-        """Return a random moment of a run, in seconds after its start."""
-        whole = self.whole(raw)
-        return self.random.uniform(0.0, self.seconds[whole])
-
-    def finish_killed(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
+    def finished(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
         """Finish a run that may be finished already, or may not have begun."""
-        words = ("--resume",) if steps_of(folder / "run") else ()
-        done = self.run(raw, folder, *words)
-        if done.has_traceback:
-            return "traceback", done.output
+        done = self.run(raw, folder, *["--resume"] * bool(steps_of(folder / "run")))
         if done.status != 0 and STEPS not in steps_of(folder / "run"):
             return "unclear", done.message
-        found = differences(folder / "run", self.whole(raw))
+        found = differences(folder / "run", self.whole(raw)[0])
         return ("wrong", "; ".join(found)) if found else ("right", "")
 
-    def signal(self) -> Trial:
+    def signal(self) -> tuple[str, str]:
         """Send a signal once or twice, then resume."""
         raw = self.recipe(checkpoint__every=self.random.choice((1, 3)))
         folder, number = self.new_folder(), self.random.choice(SIGNALS)
-        moment, twice = self.moment(raw), self.random.random() < 0.25
-        what = f"{number.name} after {moment:.2f} s{', twice' if twice else ''}"
+        moment, twice = self.random.uniform(0, self.whole(raw)[1]), self.random.random() < 0.25
+        self.what = f"{number.name} after {moment:.2f} s{', twice' if twice else ''}"
 
         def send(process: Fork) -> None:
             process.poll(moment)
@@ -209,113 +188,82 @@ class Campaign:
                 process.poll(0.2)
 
         done = self.run(raw, folder, meanwhile=send)
-        if done.has_traceback:
-            return Trial("signal", what, "traceback", done.output)
-        if done.timed_out:
-            return Trial("signal", what, "hung", done.output)
         if done.status not in (0, -number, 128 + number):
-            return Trial("signal", what, "unclear", f"status {done.status}: {done.message}")
-        return Trial("signal", what, *self.finish_killed(raw, folder))
+            return "unclear", f"status {done.status}: {done.message}"
+        return self.finished(raw, folder)
 
-    def scores(self) -> Trial:
+    def scores(self) -> tuple[str, str]:
         """Spoil a teacher's answers at random positions."""
-        loss = self.random.choice(LOSSES)
         raw = self.recipe(
             teacher__url=self.teacher.url,
             teacher__wait=3.0,
             checks__every=self.random.choice((1, 1, 2)),
-        ) | {"loss": loss}
+        ) | {"loss": self.random.choice(LOSSES)}
         names = [
             *modes.ROWS, *modes.ANSWERS, *modes.CHOICES, *modes.BODIES, *modes.MODELS, "stale",
             "drop", "drop_after_headers", "cut", "status_400", "status_429", "status_500",
             "status_503_after", "status_504",
         ]  # fmt: skip
-        return self.spoiled("scores", self.teacher, raw, names, str(loss))
+        return self.spoiled("scoring", self.teacher, raw, names)
 
-    def rollouts(self) -> Trial:
+    def rollouts(self) -> tuple[str, str]:
         """Spoil a rollout server's answers at random positions."""
-        raw = self.recipe(
-            teacher__backend="transformers",
-            rollout__backend="server",
-            rollout__url=self.student.url,
-        )
-        raw["rollout"]["wait"] = 3.0
+        raw = self.recipe(teacher__backend="transformers")
+        raw["rollout"] |= {"backend": "server", "url": self.student.url, "wait": 3.0}
         names = [
             *modes.SAMPLES, *modes.CHOICES, *modes.BODIES, "drop", "cut", "status_429",
             "status_500", "status_503_after", "reload_ignored",
         ]  # fmt: skip
-        return self.spoiled("rollouts", self.student, raw, names, "")
+        return self.spoiled("sampling", self.student, raw, names)
 
     def spoiled(
-        self, part: str, server: Any, raw: dict[str, Any], names: list[str], note: str
-    ) -> Trial:
+        self, road: str, server: Any, raw: dict[str, Any], names: list[str]
+    ) -> tuple[str, str]:
         """Run with a spoiled server, then resume with a right one."""
-        self.whole(raw)
+        whole, folder = self.whole(raw)[0], self.new_folder()
         self.reset()
         mode, times = self.random.choice(names), self.random.choice((1, 1, 2, 3, None))
-        after = (
-            self.random.randint(0, 45) if mode != "reload_ignored" else self.random.randint(4, 8)
-        )
+        after = self.random.randint(*((0, 45) if mode != "reload_ignored" else (4, 8)))
         row = self.random.choice((None, None, -1, -2, -4))
-        road = "scoring" if part == "scores" else "sampling"
-        own = modes.road_of(mode)
-        server.spoil(mode, after, times, road=own or road, row=row)
-        what = f"{mode}, after {after}, times {times}, row {row} {note}"
-        folder = self.new_folder()
+        server.spoil(mode, after, times, road=modes.road_of(mode) or road, row=row)
+        self.what = f"{mode}, after {after}, times {times}, row {row} {raw['loss']}"
         done = self.run(raw, folder, limit=180)
-        outcome, detail = self.judge(done, raw, folder)
         hits = server.spoiled[mode]
         self.reset()
-        if outcome == "wrong" and mode in PLAUSIBLE:
-            return Trial(part, what, "plausible", detail)
-        if outcome == "right" and hits:
-            outcome = "waited"
-        if outcome == "refused":
-            # The run directory must be one that goes on, or starts again.
-            later, more = self.finish_killed(raw, folder)
-            if later != "right":
-                return Trial(part, what, later, f"after the refusal {detail!r}: {more}")
-        return Trial(part, what, outcome, detail)
+        if steps_of(folder / "run") and (found := differences(folder / "run", whole)):
+            return "plausible" if mode in PLAUSIBLE else "wrong", "; ".join(found)
+        if done.status == 0:
+            return "waited" if hits else "right", ""
+        if not done.message.strip() or len(done.message) > LONGEST_MESSAGE:
+            return "unclear", done.output[-2000:]
+        # The run directory must be one that goes on, or starts again.
+        later, detail = self.finished(raw, folder)
+        if later != "right":
+            return later, f"after the refusal {done.message!r}: {detail}"
+        return "refused", done.message
 
     def reset(self) -> None:
         """Let both servers answer right, with their own weights."""
-        for server, path in (
-            (self.teacher, self.teacher.model),
-            (self.student, self.student.model),
-        ):
+        for server in (self.teacher, self.student):
             server.heal()
-            server.swap(path)
+            server.swap(server.model)
             server.spoiled.clear()
 
-    def recipe_of_nonsense(self) -> Trial:
+    def recipe_of_nonsense(self) -> tuple[str, str]:
         """Put nonsense into a recipe; check it, and run one step of what passes."""
-        raw = self.recipe(trainer__steps=1)
-        what = []
-        for _ in range(self.random.choice((1, 1, 2))):
-            what.append(self.mutate(raw))
-        folder = self.new_folder()
-        from tests.command import toml
-
-        try:
-            text = toml_of(raw)
-        except ValueError:
-            text = toml(raw)
-        (folder / "recipe.toml").write_text(text, encoding="utf-8", errors="surrogateescape")
-        done = child.run(self.server, ["check", folder / "recipe.toml"], folder, limit=30)
+        raw, folder = self.recipe(trainer__steps=1), self.new_folder()
+        self.what = "; ".join(self.mutate(raw) for _ in range(self.random.choice((1, 1, 2))))
+        file = folder / "recipe.toml"
+        file.write_text(toml_of(raw), encoding="utf-8", errors="surrogateescape")
+        done = in_order(child.run(self.server, ["check", file], folder, limit=30))
         if done.status == 0:
-            words = ["rl", "--engine", "local", "--config", folder / "recipe.toml"]
-            words += ["--output-dir", folder / "run"]
-            done = child.run(self.server, words, folder, limit=60)
-        description = "; ".join(what)
-        if done.has_traceback:
-            return Trial("recipe", description, "traceback", done.output[-3000:])
-        if done.timed_out:
-            return Trial("recipe", description, "hung", done.output[-500:])
+            words = ["rl", "--engine", "local", "--config", file, "--output-dir", folder / "run"]
+            done = in_order(child.run(self.server, words, folder, limit=60))
         if done.status == 0:
-            return Trial("recipe", description, "right")
+            return "right", ""
         if len(done.output) > 20_000 or not done.message:
-            return Trial("recipe", description, "unclear", f"{len(done.output)} characters")
-        return Trial("recipe", description, "refused", done.message)
+            return "unclear", f"{len(done.output)} characters"
+        return "refused", done.message
 
     def mutate(self, raw: dict[str, Any]) -> str:
         """Change one key of a recipe."""
@@ -335,29 +283,22 @@ class Campaign:
         table[key] = value
         return f"{name}.{key} = {str(value)[:30]!r}"
 
-    def checkpoint(self) -> Trial:
-        """Damage a run that was stopped after four steps, then resume it."""
+    def checkpoint(self) -> tuple[str, str]:
+        """Damage a run that was stopped after three steps, then resume it."""
         raw = self.recipe()
-        whole, folder = self.whole(raw), self.new_folder()
+        whole, folder = self.whole(raw)[0], self.new_folder()
         run_dir = folder / "run"
         shutil.copytree(whole, run_dir)
-        newest = run_dir / "checkpoints" / f"step_{STEPS:06d}"
-        shutil.rmtree(newest)
-        shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS - 1:06d}")
-        what = "; ".join(self.damage(run_dir) for _ in range(self.random.choice((1, 1, 2))))
+        for step in (STEPS, STEPS - 1):
+            shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
+        self.what = "; ".join(self.damage(run_dir) for _ in range(self.random.choice((1, 1, 2))))
         words = ("--resume", "--step", "2") if self.random.random() < 0.2 else ("--resume",)
-        what += f"; {' '.join(words)}"
+        self.what += f"; {' '.join(words)}"
         done = self.run(raw, folder, *words)
-        if done.has_traceback:
-            return Trial("checkpoint", what, "traceback", done.output[-3000:])
-        if done.timed_out:
-            return Trial("checkpoint", what, "hung", done.output[-500:])
         if done.status != 0:
-            return Trial("checkpoint", what, "refused", done.message)
+            return "refused", done.message
         ours = [text for text in differences(run_dir, whole) if not text.startswith("records")]
-        if ours:
-            return Trial("checkpoint", what, "wrong", "; ".join(ours))
-        return Trial("checkpoint", what, "right")
+        return ("wrong", "; ".join(ours)) if ours else ("right", "")
 
     def damage(self, run_dir: Path) -> str:
         """Damage one file or folder of a run."""
@@ -399,6 +340,15 @@ class Campaign:
         return f"{way} {folder.name}/{file.name}"
 
 
+def in_order(done: child.Done) -> child.Done:
+    """Return how a command ended, unless it hung or showed a traceback."""
+    if done.has_traceback:
+        raise Ended("traceback", done.output[-3000:])
+    if done.timed_out:
+        raise Ended("hung", done.output[-500:])
+    return done
+
+
 KEYS: dict[str, set[str]] = {
     "trainer": {
         "lr", "betas", "weight_decay", "max_grad_norm", "batch_size", "steps", "warmup_steps",
@@ -417,21 +367,14 @@ KEYS: dict[str, set[str]] = {
 
 
 def toml_of(raw: dict[str, Any]) -> str:
-    """Return a recipe as TOML, with infinities and NaN as TOML writes them.
-
-    Raises:
-        ValueError: it has no such form.
-    """
-    import tomli_w
-
+    """Return a recipe as TOML, infinities and NaN as TOML writes them where all of it is TOML."""
     try:
         return tomli_w.dumps(raw)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(str(error)) from error
+    except (TypeError, OverflowError):
+        return toml(raw)
 
 
-PARTS: dict[str, Callable[[Campaign], Trial]] = {
-    "kill": Campaign.kill,
+PARTS: dict[str, Callable[[Campaign], tuple[str, str]]] = {
     "signal": Campaign.signal,
     "scores": Campaign.scores,
     "rollouts": Campaign.rollouts,
@@ -441,61 +384,33 @@ PARTS: dict[str, Callable[[Campaign], Trial]] = {
 
 
 def print_table(trials: list[Trial]) -> None:
-    """Print how trials ended, by part, and what went wrong."""
-    by_part: dict[str, Counter[str]] = defaultdict(Counter)
-    for trial in trials:
-        by_part[trial.part][trial.outcome] += 1
-        by_part["all"][trial.outcome] += 1
+    """Print how trials ended, by part."""
+    counts = Counter((part, one.outcome) for one in trials for part in (one.part, "all"))
     print(f"{'':<12}{'trials':>8}" + "".join(f"{name:>11}" for name in OUTCOMES))
-    for part, outcomes in by_part.items():
-        print(
-            f"{part:<12}{outcomes.total():>8}"
-            + "".join(f"{outcomes[name]:>11}" for name in OUTCOMES)
-        )
+    for part in dict.fromkeys(part for part, _ in counts):
+        numbers = [counts[part, name] for name in OUTCOMES]
+        print(f"{part:<12}{sum(numbers):>8}" + "".join(f"{number:>11}" for number in numbers))
 
 
 def main() -> int:
-    """Run trials until the time is over."""
+    """Run trials of each part in turn until the time is over; print those that went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--verbose", action="store_true", help="print every trial")
     arguments = parser.parse_args()
-    server = child.server()
-    with tempfile.TemporaryDirectory(prefix="prime_composer_campaign_") as name:
-        folder = Path(name)
-        os.environ["PRIME_COMPOSER_CACHE"] = str(folder / "cache")
-        campaign = Campaign(random.Random(arguments.seed), folder, server)
-        end = time.monotonic() + 60 * arguments.minutes
-        trials = hunt(campaign, arguments.only, end, arguments.verbose)
-    server.close()
+    end, trials = time.monotonic() + 60 * arguments.minutes, []
+    with Campaign.opened(arguments.seed) as campaign:
+        while time.monotonic() < end:
+            one = campaign.trial(arguments.only[len(trials) % len(arguments.only)])
+            trials.append(one)
+            if one.outcome in BAD:
+                print(f"--- {one.outcome}: {one.part}, {one.what}\n{one.detail}\n", flush=True)
+            elif arguments.verbose:
+                print(f"{one.outcome}: {one.part}, {one.what}: {one.detail[:200]}", flush=True)
     print_table(trials)
     return int(any(trial.outcome in BAD for trial in trials))
-
-
-def hunt(campaign: Campaign, parts: list[str], end: float, verbose: bool) -> list[Trial]:
-    """Run trials of each part in turn, and print those that went wrong."""
-    from tests.faults.server import SpoilingServer
-    from tests.local.helpers import tiny_models
-
-    paths = tiny_models(campaign.recipe())
-    trials = []
-    with (
-        SpoilingServer(paths["teacher"], other=paths["student"]) as campaign.teacher,
-        SpoilingServer(paths["student"]) as campaign.student,
-    ):
-        while time.monotonic() < end:
-            part = parts[len(trials) % len(parts)]
-            trial = PARTS[part](campaign)
-            trials.append(trial)
-            if trial.outcome in BAD:
-                print(f"--- {trial.outcome}: {part}, {trial.what}\n{trial.detail}\n", flush=True)
-            elif verbose:
-                print(f"{trial.outcome}: {part}, {trial.what}: {trial.detail[:200]}", flush=True)
-            for old in campaign.folder.glob("trial_*"):
-                shutil.rmtree(old, ignore_errors=True)
-    return trials
 
 
 if __name__ == "__main__":

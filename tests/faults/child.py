@@ -22,17 +22,11 @@ environment may say which changes of files are watched (``tests.faults.watched``
 
 @dataclass
 class Done:
-    """How a command ended.
+    """How a command ended."""
 
-    Attributes:
-        status: exit status; -n for the signal n.
-        output: what it wrote to standard output, then to standard error.
-        timed_out: whether it was killed because its time was over.
-    """
-
-    status: int
-    output: str
-    timed_out: bool = False
+    status: int  # exit status; -n for the signal n
+    output: str  # what it wrote to standard output, then to standard error
+    timed_out: bool = False  # whether it was killed because its time was over
 
     @property
     def has_traceback(self) -> bool:
@@ -60,16 +54,7 @@ def run(
     meanwhile: Callable[[Fork], object] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Done:
-    """Run a command to its end.
-
-    Args:
-        server: starts its process.
-        words: the words after ``prime-rl``.
-        cwd: its working directory.
-        limit: seconds after which it is killed.
-        meanwhile: called with the process once it runs; it may send signals.
-        env: its environment; None: this process's.
-    """
+    """Run a command to its end."""
     process = server.start("-c", COMMAND, *words, cwd=cwd, env=env)
     timed_out = False
     try:

@@ -24,13 +24,7 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def differences(run_dir: Path, expected: Path, step: int | None = None) -> list[str]:
-    """Return what differs between two runs up to a step, one sentence each.
-
-    Args:
-        run_dir: a run directory.
-        expected: the run that nothing disturbed; it has a checkpoint of ``step``.
-        step: None for the newest of ``run_dir``.
-    """
+    """Return what differs between two runs up to a step, one sentence each."""
     steps = steps_of(run_dir)
     if not steps:
         return [f"{run_dir} has no checkpoint"]

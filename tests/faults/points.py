@@ -63,19 +63,13 @@ WENT_ON, RESUMED, REFUSED, WRONG = "went on", "resumed bit-equal", "refused by n
 
 @dataclass(frozen=True)
 class Point:
-    """A place and moment of a run.
+    """A place and moment of a run."""
 
-    Attributes:
-        name: what happens, where, and which time.
-        kind: the same without the step and the time: what a sample covers.
-        server: whom a request goes to; None for a file.
-        is_first: nothing was asked of a teacher before whose answer could be compared, so that
-            another model is the run's teacher from its start.
-    """
-
-    name: str
-    kind: str
-    server: str | None = None
+    name: str  # what happens, where, and which time
+    kind: str  # the same without the step and the time: what a sample covers
+    server: str | None = None  # whom a request goes to; None for a file
+    # nothing was asked of a teacher before whose answer could be compared, so that another model is
+    # the run's teacher from its start
     is_first: bool = False
 
     def faults(self) -> tuple[str, ...]:
@@ -116,11 +110,7 @@ def file_point(name: str) -> Point:
 
 
 class Place:
-    """A folder with a run directory, a cache, and all else that a run must not touch.
-
-    Args:
-        folder: is made.
-    """
+    """A folder with a run directory, a cache, and all else that a run must not touch."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -148,13 +138,7 @@ class Place:
 
 
 class Road:
-    """A recipe, its undisturbed run, and trials of it; one per thread.
-
-    Args:
-        name: one of ``ROADS``.
-        folder: where runs are.
-        forks: starts processes.
-    """
+    """A recipe, its undisturbed run, and trials of it; one per thread."""
 
     def __init__(self, name: str, folder: Path, forks: ForkServer):
         self.name, self.folder, self.forks = name, folder, forks
@@ -361,13 +345,7 @@ def pairs_of(points: Sequence[Point]) -> list[tuple[Point, str]]:
 
 
 def sample_of(points: Sequence[Point], size: int, seed: int) -> list[tuple[Point, str]]:
-    """Choose points and faults: each fault as often, at kinds of points that had the fewest faults.
-
-    Args:
-        points: of a road.
-        size: how many.
-        seed: decides which of the points of a kind, and the order of kinds.
-    """
+    """Choose points and faults: each fault as often, where kinds of points had the fewest."""
     left = pairs_of(points)
     random.Random(seed).shuffle(left)
     faults: Counter[str] = Counter()
@@ -384,14 +362,7 @@ def sample_of(points: Sequence[Point], size: int, seed: int) -> list[tuple[Point
 
 @contextmanager
 def opened(road: str, folder: Path, forks: ForkServer, real: str | None = None) -> Iterator[Road]:
-    """Open a road, with servers of its own if it has any.
-
-    Args:
-        road: one of ``ROADS``.
-        folder: where runs are.
-        forks: starts processes.
-        real: base URL of a real server of the teacher; None for the stand-in.
-    """
+    """Open a road, with servers of its own if it has any."""
     found = Road(road, folder, forks)
     with ExitStack() as stack:
         if road != "in_process":
@@ -427,16 +398,7 @@ def models(folder: Path) -> Path:
 def walk(
     road: str, folder: Path, forks: ForkServer, jobs: int, choose: Any, tell: Any
 ) -> tuple[list[Point], list[Trial]]:
-    """Disturb a road, and return its points and trials.
-
-    Args:
-        road: one of ``ROADS``.
-        folder: where runs are.
-        forks: starts processes.
-        jobs: runs at once.
-        choose: points -> pairs of a point and a fault.
-        tell: called with each trial.
-    """
+    """Disturb a road, and return its points and trials."""
     with ExitStack() as stack:
         roads = [
             stack.enter_context(opened(road, folder / f"{road}_{index}", forks))

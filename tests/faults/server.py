@@ -44,15 +44,7 @@ class BadRequest(Exception):
 
 
 class RightAnswers:
-    """A checkpoint in memory, and what a vLLM server answers with it.
-
-    Args:
-        checkpoint: a transformers directory, with or without a tokenizer.
-        max_logprobs: largest K; -1 for the vocabulary.
-        max_model_len: longest sequence; None reads the model's own limit.
-        processed: log mu of the distribution sampled from, as with ``--logprobs-mode
-            processed_logprobs``; otherwise that of temperature 1.
-    """
+    """A checkpoint in memory, and what a vLLM server answers with it."""
 
     def __init__(
         self, checkpoint: Path, max_logprobs: int, max_model_len: int | None, processed: bool
@@ -275,21 +267,13 @@ def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 @dataclass
 class Spoiling:
-    """A way to spoil answers, and for which requests.
+    """A way to spoil answers, and for which requests."""
 
-    Attributes:
-        mode: a name of ``tests.faults.modes``.
-        road: one of ``modes.ROADS``; None for scoring and sampling.
-        skip: requests that are still answered right.
-        left: requests that are still to be spoiled; None for all.
-        row: index of the one row to spoil; None for every row.
-    """
-
-    mode: str
-    road: str | None
-    skip: int
-    left: int | None
-    row: int | None
+    mode: str  # a name of ``tests.faults.modes``
+    road: str | None  # one of ``modes.ROADS``; None for scoring and sampling
+    skip: int  # requests that are still answered right
+    left: int | None  # requests that are still to be spoiled; None for all
+    row: int | None  # index of the one row to spoil; None for every row
 
     def claims(self, road: str) -> bool:
         """Return whether this request is to be spoiled, and count it."""
@@ -320,19 +304,6 @@ class SpoilingServer:
 
     As a context manager it starts on entry and stops on exit.
 
-    Args:
-        checkpoint: a transformers directory.
-        max_logprobs: largest K; -1 for the vocabulary.
-        max_model_len: longest sequence; None reads the model's own limit.
-        api_key: asked for as a bearer token; None for none.
-        processed: whether log mu is after temperature and top_p.
-        dev_mode: whether weights can be reloaded.
-        versions: whether the weights have versions, as since vLLM 0.32.
-        metrics: whether ``/metrics`` says when it was started.
-        can_tokenize: whether ``/tokenize`` and ``/detokenize`` exist.
-        plugin: whether it has the scoring plugin.
-        other: a checkpoint of the same vocabulary, for the modes ``modes.MODELS``.
-
     Attributes:
         port: stays the same over ``stop`` and ``start``.
         requests: paths asked for, with their number.
@@ -347,16 +318,16 @@ class SpoilingServer:
         self,
         checkpoint: str | Path,
         *,
-        max_logprobs: int = -1,
-        max_model_len: int | None = None,
-        api_key: str | None = None,
-        processed: bool = True,
-        dev_mode: bool = True,
-        versions: bool = True,
-        metrics: bool = True,
-        can_tokenize: bool = True,
-        plugin: bool = False,
-        other: str | Path | None = None,
+        max_logprobs: int = -1,  # largest K; -1 for the vocabulary
+        max_model_len: int | None = None,  # None reads the model's own limit
+        api_key: str | None = None,  # asked for as a bearer token
+        processed: bool = True,  # whether log mu is after temperature and top_p
+        dev_mode: bool = True,  # whether weights can be reloaded
+        versions: bool = True,  # whether the weights have versions, as since vLLM 0.32
+        metrics: bool = True,  # whether /metrics says when it was started
+        can_tokenize: bool = True,  # whether /tokenize and /detokenize exist
+        plugin: bool = False,  # whether it has the scoring plugin
+        other: str | Path | None = None,  # of the same vocabulary, for ``modes.MODELS``
     ):
         self._settings = (max_logprobs, max_model_len, processed)
         self._right = RightAnswers(Path(checkpoint), *self._settings)
@@ -404,12 +375,8 @@ class SpoilingServer:
     ) -> None:
         """Spoil answers from now on, in addition to what is spoiled already.
 
-        Args:
-            mode: a name of ``tests.faults.modes``.
-            after: requests of this road that are still answered right.
-            times: requests that are spoiled then; None for all.
-            road: one of ``modes.ROADS``; None for the mode's own, or both scoring and sampling.
-            row: the one row of scores to spoil, -1 for the last; None for every row.
+        ``after`` requests of the road are still answered right, and then ``times`` are spoiled
+        (None: all): in every row of scores, or in ``row`` alone.
         """
         own = modes.road_of(mode)
         with self._lock:
@@ -501,21 +468,11 @@ class SpoilingServer:
             rows = (answer if "prompt_logprobs" in answer else answer["choices"][0])[
                 "prompt_logprobs"
             ]
-            # One wide row is enough of them.
-            row = -1 if claimed.row is None and mode == "wide_row" else claimed.row
-            for t in range(1, len(rows)) if row is None else [row]:
+            for t in range(1, len(rows)) if claimed.row is None else [claimed.row]:
                 rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
             return answer
-        for table in (
-            modes.ANSWERS,
-            modes.CHOICES,
-            modes.SAMPLES,
-            modes.CARDS,
-            modes.PACKED,
-            modes.PACKED_STATES,
-        ):
-            if mode in table:
-                return table[mode](answer)
+        if mode in modes.WHOLE:
+            return modes.WHOLE[mode](answer)
         if mode == "stale":
             return answer if self._last_scores is None else self._last_scores
         if mode == "tokens_shifted":

@@ -51,20 +51,14 @@ RANDOM_NAMES = (
 
 @dataclass
 class Plan:
-    """What to watch, and where to fail.
+    """What to watch, and where to fail."""
 
-    Attributes:
-        folders: watched folder -> its name in points.
-        log: one JSON object per point is added to this file; None for none.
-        point: the name at which to fail; None for none.
-        fault: ``KILL``, ``FULL`` (from then on the disk stays full) or ``BROKEN`` (once).
-        draws: whether the report is drawn, a fifth of a run. Otherwise it is an empty file.
-    """
-
-    folders: dict[str, str]
-    log: str | None = None
-    point: str | None = None
+    folders: dict[str, str]  # watched folder -> its name in points
+    log: str | None = None  # one JSON object per point is added to this file; None for none
+    point: str | None = None  # the name at which to fail; None for none
+    # ``KILL``, ``FULL`` (from then on the disk stays full) or ``BROKEN`` (once)
     fault: str | None = None
+    # whether the report is drawn, a fifth of a run. Otherwise it is an empty file.
     draws: bool = True
 
     def variable(self) -> dict[str, str]:

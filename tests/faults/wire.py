@@ -33,28 +33,16 @@ from tests.fork_server import Fork
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it is known in every run: requests that are sent at once come in any order.
+    """A request as it is known in every run: requests that are sent at once come in any order."""
 
-    Attributes:
-        server: whom it went to.
-        path: the last part of its URL's path.
-        content: a hash of its body, without what is random in it.
-        time: how often this content was sent before, plus one.
-    """
-
-    server: str
-    path: str
-    content: str
-    time: int
+    server: str  # whom it went to
+    path: str  # the last part of its URL's path
+    content: str  # a hash of its body, without what is random in it
+    time: int  # how often this content was sent before, plus one
 
 
 class Wire:
     """Servers of a teacher with the scoring plugin and of a student, and the log of their requests.
-
-    Args:
-        teacher: a transformers directory.
-        student: another one.
-        real: base URL of a real server of the teacher, whose answers are passed on; None for none.
 
     Attributes:
         process: the run; killed by a fault.

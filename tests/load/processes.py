@@ -42,17 +42,11 @@ def tree_of(pid: int) -> list[int]:
 
 @dataclass
 class Level:
-    """A number over time: where it was after the warm-up, and where it ended.
+    """A number over time: where it was after the warm-up, and where it ended."""
 
-    Attributes:
-        start: median of the first fifth of the samples.
-        warm: median of the samples between two and three fifths.
-        end: median of the last fifth.
-    """
-
-    start: float
-    warm: float
-    end: float
+    start: float  # median of the first fifth of the samples
+    warm: float  # median of the samples between two and three fifths
+    end: float  # median of the last fifth
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Level":

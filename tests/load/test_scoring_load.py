@@ -38,13 +38,7 @@ pytestmark = [
 
 
 class Load:
-    """Sequences with their reference log-probs, and what the clients counted.
-
-    Args:
-        model: the served model.
-        seconds: how long clients ask.
-        plugin: whether the server has the scoring plugin.
-    """
+    """Sequences with their reference log-probs, and what the clients counted."""
 
     def __init__(self, model: Any, seconds: float, plugin: bool):
         self.plugin = plugin

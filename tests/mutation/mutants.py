@@ -108,18 +108,12 @@ TESTS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        file: path below prime_composer/.
-        function: qualified name in that file.
-        edits: what the mistake changes there, all at once.
-        survives_because: why no test can notice it. Empty for a mutant that has to be killed.
-    """
-
-    file: str
-    function: str
-    edits: tuple[Edit, ...]
+    file: str  # path below prime_composer/
+    function: str  # qualified name in that file
+    edits: tuple[Edit, ...]  # what the mistake changes there, all at once
+    # why no test can notice it. Empty for a mutant that has to be killed.
     survives_because: str = ""
 
 

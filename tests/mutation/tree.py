@@ -15,15 +15,10 @@ METAVARIABLE = re.compile(r"_[A-Z]\w*")
 
 @dataclass(frozen=True)
 class Edit:
-    """One replacement in one function.
+    """One replacement in one function."""
 
-    Attributes:
-        find: pattern of an expression or of one statement.
-        replace: what is written there instead, with the same metavariables.
-    """
-
-    find: str
-    replace: str
+    find: str  # pattern of an expression or of one statement
+    replace: str  # what is written there instead, with the same metavariables
 
 
 def parse(pattern: str) -> ast.AST:
@@ -97,12 +92,7 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunction
 
 
 def mutated(source: str, name: str, edits: tuple[Edit, ...]) -> str:
-    """Return the source with the edits in one function, as ``ast.unparse`` writes it.
-
-    Raises:
-        LookupError: the function is gone, or an edit does not match exactly one place of it.
-        ValueError: the edits change nothing.
-    """
+    """Return the source with the edits in one function, as ``ast.unparse`` writes it."""
     tree = ast.parse(source)
     before = ast.dump(tree)
     target = function(tree, name)

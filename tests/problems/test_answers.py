@@ -89,6 +89,15 @@ CASES = {
     ("5", "--5"): False,
     ("5", "５"): True,
     ("5", "5."): True,
+    ("18", "$18.00"): True,
+    ("-3", "$-3"): True,
+    ("0.5", ".5"): True,
+    ("1,080", "1080"): True,
+    ("18", "180"): False,
+    ("18", "-18"): False,
+    ("18", "eighteen"): False,
+    ("18", ""): False,
+    ("0.30000000000000004", "0.3"): False,
     ("5", "5, as computed"): True,
     ("5", "5 apples"): True,
     ("5", "5 (five)"): True,
@@ -213,6 +222,7 @@ def test_gsm8k_grades_its_own_solutions_as_ever() -> None:
         other = Problem("q", f"#### {int(problem.final.replace(',', '')) + 1}")
         assert is_correct(problem.answer, problem, config)
         assert not is_correct(problem.answer, other, config)
+        assert "<<" not in problem.answer
 
 
 LIBRARY_CASES = {
@@ -222,6 +232,8 @@ LIBRARY_CASES = {
     ("5", r"\boxed{5}"): True,
     ("5", "The answer is 5."): True,
     ("0.5", r"$\frac{1}{2}$"): True,
+    ("1,080", "The answer is 1,080."): True,
+    ("18", r"$\boxed{19}$"): False,
     ("5", "five"): False,
     ("5", "I cannot tell."): False,
     ("5", "\ud800 5"): True,

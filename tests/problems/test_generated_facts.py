@@ -89,28 +89,6 @@ def test_capitals_are_a_task_for_evaluation_alone() -> None:
         load_problems(facts(topics=["capitals"], use="eval", size=200))
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"topics": ["ages", "capitals"]},
-         'topics has "capitals", which no prompt contains, .* use = "eval"'),
-        ({"topics": ["ages", "ages"]}, "has one twice: leave it out"),
-        ({"topics": []}, "topics"),
-        ({"topics": ["cities"]}, "topics"),
-        ({"metric": "gsm8k"}, 'kind = "facts" has none: set metric = "short_answer"'),
-        ({"kind": "lookup", "topics": ["ages"]}, 'topics is read only with kind = "facts"'),
-        ({"operations": [1]}, 'operations is read only with kind = "arithmetic"'),
-        ({"use": "eval", "hold_out": 0.5}, 'use = "eval" everything is held out: leave hold_out'),
-        ({"use": "train", "hold_out": 0.5}, 'use = "train" nothing is held out: leave hold_out'),
-        ({"use": "eval", "ratio": 2.0}, "ratio is a share of the prompts to train on"),
-        ({"source": "jsonl", "path": "x"}, 'kind = "facts" is read only with source = "generated"'),
-    ],
-)  # fmt: skip
-def test_key_that_does_not_fit_is_refused(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        facts(**settings)
-
-
 CASES = {
     # (reference, answer): whether it is right. Written by hand.
     ("57", "57"): True,

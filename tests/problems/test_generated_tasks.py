@@ -38,8 +38,3 @@ def test_task_is_drawn_from_its_seed_and_split(kind):
     train, held_out = load(3)
     assert (len(train), len(held_out)) == (36, 4)
     assert load(3) == (train, held_out) != load(4)
-
-
-def test_task_without_a_number_refuses_a_math_metric():
-    with pytest.raises(ValueError, match='kind = "lookup" has none: set metric = "exact"'):
-        DataConfig(kind="lookup")

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from tokenizers import normalizers, pre_tokenizers
 
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -284,6 +283,7 @@ ASIDE = (
 @pytest.mark.parametrize(("think", "trained"), [(True, "\n</think>\n\n4"), (False, "4")])
 def test_template_args_reach_prompt_and_answer(think: bool, trained: str) -> None:
     """The answer goes on where the prompt that the arguments ask for has ended."""
+    assert DataConfig(template_args={"think": think}).chat_template
     tokenizer = make_tokenizer(SWITCHED)
     config = CHAT.model_copy(update={"template_args": {"think": think}})
     ends = Ends.of(tokenizer, {TURN_END})
@@ -293,12 +293,6 @@ def test_template_args_reach_prompt_and_answer(think: bool, trained: str) -> Non
     assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(messages, **own)
     answer = render_answer(ASK, "4", config, tokenizer, ends)
     assert tokenizer.decode(answer) == f"{trained}<|im_end|>"
-
-
-def test_template_args_imply_a_chat_template() -> None:
-    assert DataConfig(template_args={"think": False}).chat_template
-    with pytest.raises(ValidationError, match="template_args .*chat_template = false"):
-        DataConfig(template_args={"think": False}, chat_template=False)
 
 
 def test_reasoning_beside_an_answer_is_trained_where_it_is_read() -> None:
