@@ -15,9 +15,9 @@ from typing import Any
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.environments.tasks import Task
 from prime_composer.extras import pip_install
-from prime_composer.losses import LossConfig
 from prime_composer.recipe.environment import EnvironmentConfig
-from prime_composer.recipe.schema import RecipeError, RolloutConfig
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import Recipe, RecipeError
 
 MOST_TASKS = 100_000  # Tasks that are read of an environment, which may have endlessly many
 
@@ -40,32 +40,27 @@ class LoadedEnvironment:
         return self.config.timeout or ROLLOUT_SECONDS
 
 
-def refuse_what_needs_problems(
-    name: str,
-    loss: LossConfig,
-    rollout: RolloutConfig,
-    *,
-    policy_teacher: bool,
-    pairs_rollouts: bool,
-    own_tokenizer: bool,
-) -> None:
+def refuse_what_needs_problems(recipe: Recipe) -> None:
     """Refuse what the engine does with problems, and cannot do with an environment's rollouts."""
+    teachers = Routing.of_recipe(recipe).teachers.values()
     reasons = {
-        "[teacher.policy]: its hints need the worked answers of problems": policy_teacher,
+        "[teacher.policy]: its hints need the worked answers of problems": (
+            recipe.policy_teacher is not None
+        ),
         "rollout.student_fraction below 1: only the student plays environments": (
-            rollout.student_fraction < 1
+            recipe.rollout.student_fraction < 1
         ),
         "the loss compares the answers of a group, and a rollout may be several samples": (
-            loss.reads_pairs and pairs_rollouts
+            recipe.loss.reads_pairs and recipe.replay.source == "rollouts"
         ),
         'tokenizer = "own" of a teacher: messages are rendered for the student; run the recipe '
-        "with --engine prime-rl": own_tokenizer,
+        "with --engine prime-rl": any(teacher.tokenizer == "own" for teacher in teachers),
     }
     for reason, applies in reasons.items():
         if applies:
             raise RecipeError(
-                f"[environments.{name}] has an id, and one machine cannot run it with this recipe: "
-                f"{reason}"
+                f"[environments.{next(iter(recipe.environments_by_id))}] has an id, and one "
+                f"machine cannot run it with this recipe: {reason}"
             )
 
 

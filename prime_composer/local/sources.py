@@ -9,7 +9,6 @@ from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, Rows, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_configs
 
@@ -48,17 +47,7 @@ def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
     if recipe.environments_by_id:
         from prime_composer.environments.opening import refuse_what_needs_problems
 
-        refuse_what_needs_problems(
-            next(iter(recipe.environments_by_id)),
-            recipe.loss,
-            recipe.rollout,
-            policy_teacher=recipe.policy_teacher is not None,
-            pairs_rollouts=recipe.replay.source == "rollouts",
-            own_tokenizer=any(
-                teacher.tokenizer == "own"
-                for teacher in Routing.of_recipe(recipe).teachers.values()
-            ),
-        )
+        refuse_what_needs_problems(recipe)
     problems = open_sources(recipe, rows)
     if recipe.rollout.trains_on_data:
         for problem in problems.practice:

@@ -34,6 +34,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 SCORE_PATH, HEAD_PATH = "/v1/prime_composer/score", "/v1/prime_composer/head"
+HUGE_BYTES = 300 * 2**20
 
 
 _starts = itertools.count()
@@ -308,10 +309,7 @@ class SpoilingServer:
         port: stays the same over ``stop`` and ``start``.
         requests: paths asked for, with their number.
         spoiled: spoiled answers, by mode.
-        retry_after: value of the header Retry-After.
         before: called before each request is answered, for tests that act at that moment.
-        drip_seconds: time between two bytes of a dripping answer.
-        huge_bytes: size of a huge answer.
     """
 
     def __init__(
@@ -342,9 +340,6 @@ class SpoilingServer:
         self.requests: Counter[str] = Counter()
         self.spoiled: Counter[str] = Counter()
         self.before: Callable[[str], object] = lambda road: None
-        self.retry_after = "1"
-        self.drip_seconds = 1.0
-        self.huge_bytes = 300 * 2**20
         self._spoilings: list[Spoiling] = []
         self._lock = threading.Lock()
         self._unseeded = 0
@@ -445,9 +440,8 @@ class SpoilingServer:
     def _reply(self, method: str, path: str, body: Any, claimed: Spoiling | None) -> Reply:
         mode = "" if claimed is None else claimed.mode
         if mode.startswith("status_"):
-            headers = {"Retry-After": self.retry_after} if mode.endswith("_after") else {}
             reply = refusal(int(mode.split("_")[1]), f"spoiled with {mode}")
-            reply.headers = headers
+            reply.headers = {"Retry-After": "1"} if mode.endswith("_after") else {}
             return reply
         if mode in modes.BODIES:
             content, kind = modes.BODIES[mode]
@@ -465,9 +459,7 @@ class SpoilingServer:
     def _spoiled(self, answer: Any, claimed: Spoiling) -> Any:
         mode, answer = claimed.mode, copy.deepcopy(answer)
         if mode in modes.ROWS:
-            rows = (answer if "prompt_logprobs" in answer else answer["choices"][0])[
-                "prompt_logprobs"
-            ]
+            rows = answer["choices"][0]["prompt_logprobs"]
             for t in range(1, len(rows)) if claimed.row is None else [claimed.row]:
                 rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
             return answer
@@ -483,17 +475,11 @@ class SpoilingServer:
         match method, path:
             case "GET", "/v1/models":
                 return {"object": "list", "data": [self._right.card()]}
-            case "GET", "/health":
-                return Reply(b"")
             case "GET", "/metrics" if self.metrics:
                 seconds = f"process_start_time_seconds {1.76e9 + self._right.started}"
                 return Reply(f"# TYPE of_others gauge\n{seconds}\n".encode())
-            case "GET", "/version":
-                return {"version": "0.32.0"}
             case "POST", "/v1/completions":
-                return self._completion(body, body.get("prompt"), body, mode)
-            case "POST", "/inference/v1/generate":
-                return self._generation(body, mode)
+                return self._completion(body, mode)
             case "POST", "/v1/prime_composer/score" if self.plugin:
                 return self._packed(body, mode)
             case "POST", "/v1/prime_composer/head" if self.plugin:
@@ -522,23 +508,22 @@ class SpoilingServer:
                 return {"weight_version": self._right.version}
         return Reply(json.dumps({"detail": "Not Found"}).encode(), 404)
 
-    def _completion(self, body: Any, prompt: Any, sampling: Any, mode: str) -> Any:
+    def _completion(self, body: Any, mode: str) -> Any:
         if body.get("model") not in (None, str(self._right.path)):
             return refusal(404, f"The model `{body['model']}` does not exist.")
-        tokens = self._right.token_ids(prompt)
-        seed = sampling.get("seed")
+        tokens = self._right.token_ids(body.get("prompt"))
+        seed = body.get("seed")
         if seed is None:
             self._unseeded += 1
             seed = self._unseeded
         choices = [
-            self._right.choice(tokens, sampling, index, seed)
-            for index in range(sampling.get("n") or 1)
+            self._right.choice(tokens, body, index, seed) for index in range(body.get("n") or 1)
         ]
         for choice in choices:
-            if sampling.get("logprobs") is None:
+            if body.get("logprobs") is None:
                 choice["logprobs"] = None
             choice["prompt_logprobs"] = None
-        k = sampling.get("prompt_logprobs")
+        k = body.get("prompt_logprobs")
         if k is not None:
             choices[0]["prompt_logprobs"] = self._scores(tokens, k, mode)
         answer = {
@@ -550,31 +535,6 @@ class SpoilingServer:
             "usage": {"prompt_tokens": len(tokens)},
         }
         if k is not None and mode != "stale":
-            self._last_scores = copy.deepcopy(answer)
-        return answer
-
-    def _generation(self, body: Any, mode: str) -> Any:
-        sampling = body.get("sampling_params") or {}
-        answer = self._completion(body, body.get("token_ids"), sampling, mode)
-        if isinstance(answer, Reply):
-            return answer
-        rows = answer["choices"][0]["prompt_logprobs"]
-        choices = [
-            {
-                "index": choice["index"],
-                "logprobs": None,
-                "finish_reason": choice["finish_reason"],
-                "token_ids": choice["token_ids"],
-            }
-            for choice in answer["choices"]
-        ]
-        answer = {
-            "request_id": answer["id"],
-            "choices": choices,
-            "prompt_logprobs": rows,
-            "kv_transfer_params": None,
-        }
-        if rows is not None and mode != "stale":
             self._last_scores = copy.deepcopy(answer)
         return answer
 
@@ -614,9 +574,8 @@ class SpoilingServer:
 def road_of_request(path: str, body: Any) -> str | None:
     """Return the road of a request, one of ``modes.ROADS``; None for what cannot be spoiled."""
     match path:
-        case "/v1/completions" | "/inference/v1/generate":
-            sampling = (body or {}).get("sampling_params") or body or {}
-            return "sampling" if sampling.get("prompt_logprobs") is None else "scoring"
+        case "/v1/completions":
+            return "sampling" if (body or {}).get("prompt_logprobs") is None else "scoring"
         case "/v1/prime_composer/score":
             return "binary" if body.get("sequences") else None
         case "/v1/prime_composer/head":
@@ -702,41 +661,16 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(Reply(b""), len(reply.body))
             case "cut":
                 self._send(Reply(reply.body[: len(reply.body) // 2]), len(reply.body))
-            case "drip":
-                self._send(Reply(b""), len(reply.body))
-                for byte in reply.body:
-                    if owner._stopped.wait(owner.drip_seconds):
-                        break
-                    self.wfile.write(bytes([byte]))
             case "huge":
-                self._send(Reply(b""), owner.huge_bytes + len(reply.body))
-                self._flood(owner, reply.body, chunked=False)
-            case "huge_chunked":
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                self._flood(owner, reply.body, chunked=True)
-            case "gzip_bomb":
-                self._send(
-                    Reply(modes.gzip_bomb(owner.huge_bytes), headers={"Content-Encoding": "gzip"})
-                )
+                # White space, then the right answer: all of it is JSON.
+                self._send(Reply(b""), HUGE_BYTES + len(reply.body))
+                for _ in range(HUGE_BYTES // 2**16):
+                    if owner._stopped.is_set():
+                        return
+                    self.wfile.write(b" " * 2**16)
+                self.wfile.write(reply.body)
         if reply.play in ("drop", "drop_after_headers", "cut"):
             self.close_connection = True
             close(self.connection)
-
-    def _flood(self, owner: SpoilingServer, last: bytes, chunked: bool) -> None:
-        """Write white space, then the right answer: all of it is JSON."""
-        block = b" " * 2**16
-        for _ in range(owner.huge_bytes // len(block)):
-            if owner._stopped.is_set():
-                return
-            self._chunk(block, chunked)
-        self._chunk(b" " * (owner.huge_bytes % len(block)) + last, chunked)
-        if chunked:
-            self.wfile.write(b"0\r\n\r\n")
-
-    def _chunk(self, data: bytes, chunked: bool) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
 
     def log_message(self, *_: Any) -> None: ...

@@ -330,7 +330,8 @@ def test_template_that_refuses_a_role_names_the_question() -> None:
             raise RuntimeError("System role not supported")
 
     config = DataConfig(source="rows", system="Be brief.", metric="none")
-    with pytest.raises(ValueError, match=r"\(system, user\) of the question '.*Why\?.*': System role"):
+    said = r"\(system, user\) of the question '.*Why\?.*': System role"
+    with pytest.raises(ValueError, match=said):
         render_prompt(Problem("Why?", ""), config, Refusing())
 
 
