@@ -387,7 +387,7 @@ def print_table(trials: list[Trial]) -> None:
     """Print how trials ended, by part."""
     counts = Counter((part, one.outcome) for one in trials for part in (one.part, "all"))
     print(f"{'':<12}{'trials':>8}" + "".join(f"{name:>11}" for name in OUTCOMES))
-    for part in dict.fromkeys(part for part, _ in counts):
+    for part in dict.fromkeys([*(one.part for one in trials), "all"]):
         numbers = [counts[part, name] for name in OUTCOMES]
         print(f"{part:<12}{sum(numbers):>8}" + "".join(f"{number:>11}" for number in numbers))
 
