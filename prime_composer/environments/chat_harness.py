@@ -56,7 +56,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                 )
             )
             tools = await Tools.connect(mcp_urls, stack)
-            messages = self.first_messages(data)
+            messages = first_messages(*self.resolve_prompt(data))
             while True:
                 body = {"model": ctx.model, "messages": messages}
                 if tools.schemas:
@@ -77,12 +77,13 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                         {"role": "tool", "tool_call_id": call["id"], "content": content}
                     )
 
-    def first_messages(self, data: Any) -> list[dict[str, Any]]:
-        system, prompt = self.resolve_prompt(data)
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        if isinstance(prompt, str):
-            return [*messages, {"role": "user", "content": prompt}]
-        return [*messages, *map(message_to_wire, prompt or ())]
+
+def first_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """Return what a conversation begins with; ``prompt`` is a text or messages of verifiers."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, *map(message_to_wire, prompt or ())]
 
 
 @contextmanager

@@ -73,11 +73,13 @@ def open_environment(
     returns the messages after the prompt of a rollout that solves the task.
     """
     where = f"[environments.{name}] id = {config.id!r}"
-    if find_spec("verifiers") is None:
-        raise RecipeError(f"{where} needs the library verifiers: {pip_install('env')}")
     import_transformers()  # verifiers would import it beside a torchvision that breaks it
-    with as_recipe_error(f"{where} needs verifiers' v1 API: {pip_install('env')}"):
+    with as_recipe_error(
+        f"{where} needs the library verifiers with its v1 API: {pip_install('env')}"
+    ):
         import verifiers.v1 as vf
+
+        from prime_composer.environments.chat_harness import first_messages
     _quiet_logs()
     needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER
     with as_recipe_error(f"{where} cannot be opened"):
@@ -94,17 +96,19 @@ def open_environment(
                 f"{where}: task {task.data.idx} has no prompt. A simulated user begins it, which "
                 "one machine has not"
             )
-    problems = [
-        Task(
-            task.data.prompt_text,
-            "",
-            name,
-            transcript=_transcript(task, where) if teaches else None,
-            index=index,
-            messages=json.dumps(_first_messages(task.data)),
+    problems = []
+    for index, task in enumerate(tasks):
+        first = first_messages(task.data.system_prompt, task.data.prompt)
+        problems.append(
+            Task(
+                task.data.prompt_text,
+                "",
+                name,
+                transcript=_transcript(first, task, where) if teaches else None,
+                index=index,
+                messages=json.dumps(first),
+            )
         )
-        for index, task in enumerate(tasks)
-    ]
     return LoadedEnvironment(config, env, tasks, problems, has_tools)
 
 
@@ -208,18 +212,7 @@ def _check_servers(env: Any, where: str) -> bool:
     return bool(servers)
 
 
-def _first_messages(data: Any) -> list[dict[str, Any]]:
-    from verifiers.v1.dialects.chat import message_to_wire
-
-    messages = []
-    if data.system_prompt is not None:
-        messages.append({"role": "system", "content": data.system_prompt})
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    return [*messages, *map(message_to_wire, data.prompt)]
-
-
-def _transcript(task: Any, where: str) -> str:
+def _transcript(first: list[Any], task: Any, where: str) -> str:
     solution = getattr(task, "solution", None)
     if solution is None:
         raise RecipeError(
@@ -228,7 +221,7 @@ def _transcript(task: Any, where: str) -> str:
             "prepare.environments"
         )
     with as_recipe_error(f"{where}: its `solution` fails"):
-        return json.dumps([*_first_messages(task.data), *solution()])
+        return json.dumps([*first, *solution()])
 
 
 def _quiet_logs() -> None:

@@ -120,10 +120,9 @@ def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
 def problem_of_row(row: Any, config: DataConfig) -> Problem:
     """Return a row as a problem, or raise ``UnusableRow`` where it cannot be one."""
     if not isinstance(row, Mapping):
-        wanted = f'"{config.prompt_key}" and "{config.answer_key}"'
-        if config.messages_key is not None:
-            wanted = f'"{config.messages_key}"'
-        raise ValueError(f"expected an object with {wanted}, found {type(row).__name__}")
+        both = f'"{config.prompt_key}" and "{config.answer_key}"'
+        wanted = both if config.messages_key is None else f'"{config.messages_key}"'
+        raise _not_of_type("a row", f"an object with {wanted}", row)
     context: tuple[Message, ...] = ()
     reasoning = ""
     if config.messages_key is None:
@@ -151,9 +150,7 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
     teacher = None if config.teacher_key is None else row.get(config.teacher_key)
     teacher = None if is_missing(teacher) else teacher
     if teacher is not None and not isinstance(teacher, str):
-        raise ValueError(
-            f'"{config.teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
-        )
+        raise _not_of_type(f'"{config.teacher_key}"', "the name of a teacher", teacher)
     question = prompt[: config.prompt_chars].strip()
     return Problem(question, answer, teacher=teacher, context=context, reasoning=reasoning)
 
@@ -197,6 +194,10 @@ def _written(number: Real | Decimal, column: str) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) else str(value)
 
 
+def _not_of_type(place: str, wanted: str, found: Any, remedy: str = "") -> ValueError:
+    return ValueError(f"{place} must be {wanted}, found {type(found).__name__}{remedy}")
+
+
 def is_missing(value: Any) -> bool:
     """Return whether a table has no value here: None, NaN, or pandas's NA."""
     if value is None:
@@ -219,14 +220,14 @@ def _conversation(row: Mapping[str, Any], column: str) -> tuple[tuple[Message, .
         messages = _stored(messages, column)
     if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
         messages = messages.tolist()
-    if not isinstance(messages, list | tuple) or not messages:
-        found = "an empty one" if messages in ([], ()) else type(messages).__name__
-        raise ValueError(f'"{column}" must be a list of messages, found {found}')
+    if not isinstance(messages, list | tuple):
+        raise _not_of_type(f'"{column}"', "a list of messages", messages)
     turns = [
         _turn(message, f'"{column}", message {number}', number)
         for number, message in enumerate(messages, start=1)
     ]
-    answer = turns.pop() if turns[-1].role == "assistant" else Message("assistant", "")
+    answers = bool(turns) and turns[-1].role == "assistant"
+    answer = turns.pop() if answers else Message("assistant", "")
     if not turns or turns[-1].role != "user":
         last = f"a message of the {turns[-1].role}" if turns else "nothing"
         raise ValueError(
@@ -251,9 +252,7 @@ def _stored(text: str, column: str) -> Any:
 def _turn(message: Any, place: str, number: int) -> Message:
     """Return a message under the names of chat templates."""
     if not isinstance(message, Mapping):
-        raise ValueError(
-            f"{place} must be an object with role and content, found {type(message).__name__}"
-        )
+        raise _not_of_type(place, "an object with role and content", message)
     named, content = message.get("role", message.get("from")), message.get("content")
     content = message.get("value") if content is None else content
     role = ROLES.get(named) if isinstance(named, str) else None
@@ -283,10 +282,7 @@ def _content(content: Any, place: str) -> str:
             )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(
-            f"{place}: content must be a string or a list of text parts, found "
-            f"{type(content).__name__}"
-        )
+        raise _not_of_type(f"{place}: content", "a string or a list of text parts", content)
     return content
 
 
@@ -306,10 +302,8 @@ def _text(value: Any, column: str, key: str) -> str:
         also = ""
         if key == "prompt_key" and isinstance(value, list | tuple):
             also = f", or a conversation in [data] messages_key = {json.dumps(column)}"
-        raise ValueError(
-            f'"{column}" must be a string, found {type(value).__name__}; correct the data, or name '
-            f"another column in [data] {key}{also}"
-        )
+        remedy = f"; correct the data, or name another column in [data] {key}{also}"
+        raise _not_of_type(f'"{column}"', "a string", value, remedy)
     return value.strip()
 
 

@@ -84,7 +84,7 @@ def test_system_prompt_is_first_unless_a_row_has_its_own() -> None:
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        (chat(), r'"messages" must be a list of messages, found an empty one'),
+        (chat(), '"messages" must end with a message of the user.*it ends with nothing'),
         ({"messages": "hi"}, r'"messages" must be a list of messages.*JSON.*prompt_key'),
         ({"messages": '{"role": "user"}'}, r'"messages" must be a list of messages, found dict'),
         (chat(user("q"), {"role": "tool", "content": "x"}), "message 2 has role 'tool'.*by id"),
@@ -387,7 +387,7 @@ ROUGE = {"metric": "rouge2"}
 BROKEN = [
     # What stands in the third line of a JSONL file; the settings, and the complaint.
     ('{"question": "q", "answer"', {}, ":3: not JSON: .* at column 27"),
-    ("[1, 2]", {}, ':3: expected an object with "question" and "answer", found list'),
+    ("[1, 2]", {}, ':3: a row must be an object with "question" and "answer", found list'),
     ('{"question": "q"}', {}, ":3: \"answer\" is missing; the keys are \\['question'\\]"),
     ('{"question": 7, "answer": "#### 1"}', {}, ':3: "question" must be a string, found int'),
     ('{"question": "  ", "answer": "#### 1"}', {}, ':3: "question" is empty'),
