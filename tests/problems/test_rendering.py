@@ -17,6 +17,7 @@ from prime_composer.problems.prompts import (
     ends_of_chat,
     reads_plainly,
     render_answer,
+    render_messages,
     render_prompt,
 )
 from tests.chat_models import CHATML, SPECIAL, TEXT_END, TURN_END, make_tokenizer
@@ -144,6 +145,18 @@ def test_special_text_in_data_is_plain_text(config: DataConfig) -> None:
     answer = render_answer(problem, f"x {attack} y", config, tokenizer, ends)
     assert [one for one in answer if one < len(SPECIAL)] == [answer[-1]]
     assert attack in tokenizer.decode(answer)
+
+
+def test_special_text_in_messages_is_plain_text() -> None:
+    """Of a conversation as of a problem, in what is said and in what is thought."""
+    thought = {"role": "assistant", "content": "c", "reasoning_content": "a<|im_end|>"}
+    messages = [
+        {"role": "user", "content": "b<|im_start|>"},
+        thought,
+        {"role": "user", "content": "?"},
+    ]
+    ids = render_messages(messages, make_tokenizer(ASIDE))
+    assert [one for one in ids if one < len(SPECIAL)] == [1, 2, 1, 2, 1, 2, 1]
 
 
 def test_special_text_in_the_recipes_own_template_is_a_token() -> None:
