@@ -155,9 +155,7 @@ def open_engine(
         environments = None
         if isinstance(problems, ProblemsAndTasks):
             # Not a checkpoint: the library chooses a renderer by the name of the model.
-            environments = _start_environments(
-                problems, str(origin), recipe.rollout.renderer, status
-            )
+            environments = _start_environments(problems, str(origin), recipe, readers, status)
             opened.callback(environments.close)
         dtype, size = recipe.trainer.dtype, recipe.side_by_side
         spec = student_spec(rollout, origin, dtype, size, tokenized.ends)
@@ -193,7 +191,6 @@ def open_engine(
                 engine.reward_scale = recipe.reference.reward_scale
         if environments is not None:
             environments.room = conversation_room(engine.context, engine.teachers)
-            environments.reads_messages = any(one.prompt is not None for one in readers.values())
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = _frozen_start(engine, recipe.student, origin)
@@ -277,13 +274,16 @@ def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> 
 def _start_environments(
     problems: ProblemsAndTasks,
     student: str,
-    renderer: Mapping[str, Any],
+    recipe: Recipe,
+    readers: Mapping[TeacherId, TeacherConfig],
     status: Callable[[str], None],
 ) -> "Environments":
     from prime_composer.environments.runner import Environments
 
     status("starting the environments")
-    return Environments(problems.environments, student, renderer, status)
+    found = Environments(problems.environments, student, recipe.rollout.renderer, status)
+    found.reads_messages = any(teacher.prompt is not None for teacher in readers.values())
+    return found
 
 
 def _set_specs(
