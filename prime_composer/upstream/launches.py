@@ -16,7 +16,7 @@ from pathlib import Path
 
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH
-from prime_composer.upstream.tally import SilentHook
+from prime_composer.upstream.silent_hook import SilentHook
 
 FOLDER = "prime_composer"
 SETTINGS = "settings.json"

@@ -33,7 +33,9 @@ def _tokenizer(name: str) -> Any | None:
         return None
 
 
-def compare(origin: str, server: TokenServer, window: Callable[[], int | None]) -> None:
+def compare_with_student(
+    origin: str, server: TokenServer, window: Callable[[], int | None]
+) -> None:
     """Compare a teacher's server with the student; ``ValueError``: it has other tokens.
 
     What the server does not tell is a line in the log, as is a window that is shorter than the

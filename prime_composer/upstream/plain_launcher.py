@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data, placed
 from prime_composer.upstream.versions.records import LOSS_CONTRACTS, LOSS_MODULE
 
@@ -31,9 +31,9 @@ def loss_fn(inputs: Any, **table: Any) -> Any:
     Raises:
         ValueError: the table is wrong, or the loss cannot be computed on these tokens.
     """
-    registered = adapter().loss
+    registered = trainer_adapter().loss
     if registered is None:
-        registered = adapter().register(table, in_file=True)
+        registered = trainer_adapter().register(table, in_file=True)
     return registered.rl_tokens(inputs)
 
 
@@ -47,7 +47,7 @@ def enter(frame: FrameType | None) -> Callable[..., Any]:
     """
     while frame is not None:
         if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:
-            adapter().register(frame.f_locals["loss_config"].kwargs, in_file=True)
+            trainer_adapter().register(frame.f_locals["loss_config"].kwargs, in_file=True)
             _hook_loop(frame.f_globals, frame.f_back)
             break
         frame = frame.f_back
@@ -59,5 +59,5 @@ def _hook_loop(loss_module: dict[str, Any], caller: FrameType | None) -> None:
         hook_data(sys.modules[DATA_MODULE])
     compute_loss: Callable[..., Any] = loss_module["compute_loss"]
     train_loop: dict[str, Any] = {} if caller is None else caller.f_globals
-    if not adapter().whole_run and train_loop.get("compute_loss") is compute_loss:
+    if not trainer_adapter().whole_run and train_loop.get("compute_loss") is compute_loss:
         train_loop["compute_loss"] = placed(compute_loss)

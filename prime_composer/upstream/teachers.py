@@ -50,7 +50,8 @@ def configured(orchestrator: Any) -> Entries:
     return entries
 
 
-def _of_header(header: str) -> Any:
+def header_entries(header: str) -> Any:
+    """Return the teachers that a client's header names."""
     try:
         entries = json.loads(header)
         read_entries(entries)
@@ -65,7 +66,7 @@ def _of_header(header: str) -> Any:
 def _entries(client: Any, model: str, place: str) -> Any:
     header = client.headers.get(HEADER)
     if header is not None:
-        return _of_header(header)
+        return header_entries(header)
     others = [*client.headers, *getattr(client, "headers_from_env", {})]
     found = None
     dynamo = getattr(client, "dynamo", None)

@@ -30,10 +30,16 @@ from prime_composer.contract import Scores
 # the first token, so that no loss reads the mark.
 MARK = 1.0
 
-
 # An advantage of 0 of a token that a teacher scores too. The trainer makes it 0 again. A power of
 # two is itself in float32 and in bfloat16.
 NO_ADVANTAGE = 2.0**-100
+
+ROUTER_REPLAY = (
+    "Router replay and the teacher's top-K support share the field routed_experts: start the "
+    "student's server with enable_return_routed_experts = false, set trainer.enable_router_replay "
+    '= false, or let the trainer ask the teacher (asked_by = "trainer").'
+)
+"""Why a sample or a batch is refused."""
 
 
 class Sent(list[float]):
@@ -87,8 +93,6 @@ def unpack(array: Int[Tensor, "seq a k"], k: int) -> Scores:
     if array.dtype != torch.int32 or array.shape[1] != 2 or array.shape[2] != k:
         raise ValueError(
             f"routed_experts holds {array.dtype} {tuple(array.shape)} where the teacher's top-{k} "
-            f"support, int32 (seq, 2, {k}), was expected. Router replay and a top-K support share "
-            "this field: set trainer.enable_router_replay = false and inference "
-            "enable_return_routed_experts = false."
+            f"support, int32 (seq, 2, {k}), was expected. {ROUTER_REPLAY}"
         )
     return Scores.of_bytes(array, torch.full((len(array),), torch.nan))

@@ -357,7 +357,7 @@ def head_only(args):
     import prime_rl.trainer.rl.loss as upstream
 
     from prime_composer.upstream import wire
-    from prime_composer.upstream.trainer.adapter import adapter as the_adapter
+    from prime_composer.upstream.trainer.adapter import trainer_adapter as the_adapter
     from prime_composer.upstream.trainer.head import hook_head
     from prime_composer.upstream.trainer.hooks import hook_loss
 

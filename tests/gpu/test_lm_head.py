@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from prime_composer.lm_head import selected_logprobs
-from prime_composer.upstream.trainer.logits import folded, rows_of, support_logits
+from prime_composer.upstream.trainer.logits import folded, support_logits, support_rows
 
 K = 8
 
@@ -55,7 +55,7 @@ def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype, size
     hidden, weight, ids, incoming = problem(device, dtype, sizes)
     labels = ids[:, 0].clone()
     scored = torch.ones(sizes.tokens, dtype=torch.bool, device=device)
-    rows = rows_of(ids, labels, scored, None)
+    rows = support_rows(ids, labels, scored, None)
     assert rows is not None
     head_weight, token = folded(weight, rows)
     logits = (hidden @ head_weight.T).float()

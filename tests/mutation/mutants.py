@@ -83,8 +83,7 @@ TESTS = {
     "cross_tokenizer/sums.py": OWN_TOKENIZER,
     "cross_tokenizer/finish.py": OWN_TOKENIZER,
     "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py", ROWS_READ],
-    "upstream/orchestrator/own_tokenizer.py": ["tests/upstream/test_own_tokenizer.py"],
-    "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/orchestrator/messages.py": ["tests/upstream/test_own_tokenizer.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/batches.py": [
         "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
@@ -138,7 +137,7 @@ EPISODES = "environments/episodes.py"
 ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
 BINDING = "upstream/trainer/binding.py"
 FINISH, SUMS = "cross_tokenizer/finish.py", "cross_tokenizer/sums.py"
-PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py"
+PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/messages.py"
 VIEWS, LORA = "backends/lora/views.py", "backends/lora/adapter.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
@@ -771,26 +770,23 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # hooks that never fire
     "hooks: silent one accepted": mutant(
-        "upstream/tally.py", "Tally.judge", ("work and not self.calls[hook]", "False"),
-    ),
-    "hooks: calls of the part not counted in the whole": mutant(
-        "upstream/tally.py", "Tally.called", ("self._whole.called(hook)", "None"),
+        ADAPTER, "TrainerAdapter._judge", ("not tokens or calls", "True"),
     ),
     "hooks: tokens of a batch not counted": mutant(
-        ADAPTER, "Adapter.batch_came", ("self._expect(self.tally, sum(self._tokens))", "None"),
+        ADAPTER, "TrainerAdapter.judge_last_batch", ("sum(self.tokens)", "0"),
     ),
     "hooks: tokens of a micro-batch not counted": mutant(
-        ADAPTER, "Adapter.begin",
-        ("self._expect(self._micro_tally, self._tokens[number])", "None"),
+        ADAPTER, "TrainerAdapter.begin", ("(self.tokens[number], self.calls)", "(0, self.calls)"),
+    ),
+    "hooks: calls on another micro-batch counted": mutant(
+        ADAPTER, "TrainerAdapter.judge_micro_batch", ("self.calls - before", "self.calls"),
     ),
     "hooks: next batch not judged": mutant(
-        ADAPTER, "Adapter.ask_for_batch", ("self.tally.judge()", "None"),
-    ),
-    "hooks: last batch not judged": mutant(
-        ADAPTER, "Adapter.judge_last_batch", ("self.tally.judge()", "None"),
+        ADAPTER, "TrainerAdapter.ask_for_batch",
+        ("self._judge(sum(self.tokens), self.calls)", "None"),
     ),
     "hooks: last batch judged after an error": mutant(
-        ADAPTER, "Adapter.judge_last_batch", ("self._batches.trained", "True"),
+        ADAPTER, "TrainerAdapter.judge_last_batch", ("self._batches.trained", "True"),
     ),
     "hooks: last batch judged before it has trained": mutant(
         "upstream/trainer/batches.py", "TrackedBatches.trained",
@@ -800,13 +796,14 @@ MUTANTS: dict[str, Mutant] = {
         ADAPTER, "judge_at_exit", ("os._exit(1)", "None"),
     ),
     "hooks: loop past the data loader accepted": mutant(
-        ADAPTER, "Adapter.check_batch", ("self.steps == 0", "False"),
+        ADAPTER, "TrainerAdapter.check_batch", ("self.k or self.steps == 0", "False"),
     ),
     "hooks: micro-batch not judged": mutant(
-        "upstream/trainer/hooks.py", "placed.compute", ("adapter().judge_micro_batch()", "None"),
+        "upstream/trainer/hooks.py", "placed.compute",
+        ("trainer_adapter().judge_micro_batch()", "None"),
     ),
     "hooks: support without the student": mutant(
-        "upstream/trainer/batches.py", "MicroBatch._support",
+        "upstream/trainer/batches.py", "PackedMicroBatch._support",
         ("raise SilentHook(without_student(model))",
          "self.student = trainer_logprobs.new_zeros((trainer_logprobs.numel(), self.k))"),
     ),
@@ -822,19 +819,17 @@ MUTANTS: dict[str, Mutant] = {
         BINDING, "RegisteredLoss._check_tokens", ("summed_over_ranks(counts)", "counts"),
     ),
     "hooks: request of the teacher not expected": mutant(
-        ORCHESTRATOR, "_judged.judged", ("tally.judge()", "None"),
+        ORCHESTRATOR, "_judged.judged", ("not scoring.asked", "False"),
     ),
     "hooks: request of the teacher not counted": mutant(
-        ORCHESTRATOR, "hook_client.prefill_logprobs", ("ran(REQUEST)", "None"),
+        ORCHESTRATOR, "hook_client.prefill_logprobs", ("scoring.asked = True", "pass"),
     ),
-    "hooks: support not counted": mutant(
-        ORCHESTRATOR, "hook_routing.assign_reference_logprobs", ("ran(SUPPORT)", "None"),
-    ),
-    "hooks: samples not counted": mutant(
-        ORCHESTRATOR, "hook_samples.trace_to_samples", ("MADE.called(SAMPLES)", "None"),
+    "hooks: sample without scores accepted": mutant(
+        ORCHESTRATOR, "hook_stamps.stamp_loss_routing",
+        ("settings.loss is not None and sample.ref_logprobs is None", "False"),
     ),
     "hooks: stamps not judged": mutant(
-        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.judge()", "None"),
+        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.samples and (not MADE.stamps)", "False"),
     ),
     "hooks: ids that sampling kept accepted": mutant(
         "upstream/trainer/batches.py", "refuse_sampling_mask",
@@ -905,7 +900,7 @@ MUTANTS: dict[str, Mutant] = {
         ("text not in whole[len(os.path.commonprefix([prompt, whole])):]", "False"),
     ),
     "own tokenizer: turn read without the one before": mutant(
-        TURNS, "scored_branch", ("branch.nodes[:index + 1]", "branch.nodes[index:index + 1]"),
+        TURNS, "turns_of", ("branch.nodes[:index]", "branch.nodes[index - 1:index]"),
     ),
     "own tokenizer: metrics since the run's start": mutant(
         "teachers/own_tokenizer.py", "OwnTokenizerScorer.take_metrics",

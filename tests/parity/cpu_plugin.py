@@ -26,6 +26,6 @@ for name in ("randn", "tensor", "zeros", "ones", "full", "rand"):
 if os.environ.get("PRIME_COMPOSER"):
     autoload.install()
 elif table := os.environ.get("FIVE_LINES"):  # what [trainer.loss] does at prime-rl's setup
-    from prime_composer.upstream.trainer.adapter import adapter
+    from prime_composer.upstream.trainer.adapter import trainer_adapter
 
-    adapter().register(json.loads(table), in_file=True)
+    trainer_adapter().register(json.loads(table), in_file=True)

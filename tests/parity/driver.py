@@ -82,9 +82,9 @@ class Tree:
 
     def restore(self):
         """Take our loss out of the tree."""
-        from prime_composer.upstream.trainer.adapter import adapter
+        from prime_composer.upstream.trainer.adapter import trainer_adapter
 
-        adapter.cache_clear()
+        trainer_adapter.cache_clear()
         setattr(self.loss, self.slot, self.upstream_slot)
 
     def ours(self, table):
@@ -177,7 +177,7 @@ def mixed(tree):
 
     "ours": our loss is named in the environment, ``[trainer.loss]`` stays prime-rl's RL loss.
     """
-    from prime_composer.upstream.trainer.adapter import adapter
+    from prime_composer.upstream.trainer.adapter import trainer_adapter
 
     def pack():
         return [cases.tensors(rows) for rows in cases.mixed()]
@@ -186,7 +186,7 @@ def mixed(tree):
     tree.restore()
     _, default = tree.setup(tree.configs["default"]())
     row = {"theirs": tree.compute("mixed", default, pack())}
-    adapter().register(table)
+    trainer_adapter().register(table)
     row["ours"] = tree.compute("mixed", default, pack())
     _, losses = tree.ours(table)
     try:

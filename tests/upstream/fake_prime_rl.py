@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.upstream.trainer.head import hook_head
 
 LOSS = "prime_rl.trainer.rl.loss"
@@ -197,7 +197,7 @@ def put(monkeypatch, *modules):
                 parent.__path__ = []
                 monkeypatch.setitem(sys.modules, name, parent)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 def custom(**kwargs):

@@ -20,9 +20,9 @@ V, D, K, N = 53, 8, 4, 12
 
 def gathered_states(hidden, local, half) -> tuple[float, float]:
     """Return the errors of the hidden states of the whole sequence, and of a gradient."""
-    from prime_composer.upstream.trainer.adapter import adapter
+    from prime_composer.upstream.trainer.adapter import trainer_adapter
 
-    whole = adapter().micro_batch.head.hidden
+    whole = trainer_adapter().micro_batch.head.hidden
     weights = torch.arange(1.0, D + 1)
     (whole * weights).sum().backward()
     torch.distributed.destroy_process_group()
@@ -37,15 +37,15 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
 
     ``states``: 1 for a loss that reads hidden states instead of a support.
     """
-    from prime_composer.upstream.trainer.adapter import adapter
-    from prime_composer.upstream.trainer.batches import MicroBatch, Questions
+    from prime_composer.upstream.trainer.adapter import trainer_adapter
+    from prime_composer.upstream.trainer.batches import PackedMicroBatch, Questions
     from prime_composer.upstream.trainer.hooks import hook_context_parallel
     from tests.upstream.fake_prime_rl import head_module
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     limit = datetime.timedelta(seconds=60)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
-    adapter().k = K
+    trainer_adapter().k = K
     cp = types.ModuleType("prime_rl.utils.cp")
 
     def setup_cp_params(
@@ -78,11 +78,11 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
         "routed_experts": packed,
         "env_names": ["sums"] * N,
     }
-    adapter().begin(batch)
+    trainer_adapter().begin(batch)
     if states:
-        adapter().k = 0
+        trainer_adapter().k = 0
         questions = Questions(types.SimpleNamespace(hidden=True), list)
-        adapter().micro_batch = MicroBatch(batch, 0, questions=questions)
+        trainer_adapter().micro_batch = PackedMicroBatch(batch, 0, questions=questions)
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
     cp.setup_cp_params(
         ids,
@@ -97,7 +97,7 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
     head(local, labels[:, half], temperature=torch.ones(1, N // 2))
     if states:
         return gathered_states(hidden, local, half)
-    gathered = adapter().micro_batch.student
+    gathered = trainer_adapter().micro_batch.student
     (gathered * torch.arange(1.0, K + 1)).sum().backward()
     z = hidden[0] @ head.weight.t()
     difference = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))

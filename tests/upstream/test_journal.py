@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prime_composer.upstream.trainer import hooks
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.upstream.trainer.journal import FILE
 from prime_composer.upstream.versions.records import UnknownSurface
 from tests.upstream import fake_prime_rl, scheduled_loss
@@ -27,11 +27,11 @@ def start(monkeypatch):
         return data.DataLoader(folder, step)
 
     yield start
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 def means():
-    return adapter().loss.objective.state_dict()["means"]
+    return trainer_adapter().loss.objective.state_dict()["means"]
 
 
 def train(loader, losses):
@@ -39,10 +39,10 @@ def train(loader, losses):
     states = []
     for loss in losses:
         loader.get_batch()
-        states.append(list(means()) if adapter().loss.objective.stateful else None)
+        states.append(list(means()) if trainer_adapter().loss.objective.stateful else None)
         row, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
         logprobs = torch.full((1,), loss, requires_grad=True)
-        adapter().loss(fake_prime_rl.LossInputsV07(logprobs, row, row, row, mask))
+        trainer_adapter().loss(fake_prime_rl.LossInputsV07(logprobs, row, row, row, mask))
     return states
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from prime_composer.upstream import launches
 from prime_composer.upstream.settings import SWITCH
-from prime_composer.upstream.tally import SilentHook
+from prime_composer.upstream.silent_hook import SilentHook
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.upstream import wire
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from tests.upstream import fake_prime_rl
 
 N, D, V, K = 37, 16, 151, 5
@@ -79,17 +79,16 @@ class Plain(torch.nn.Linear):
 def state(monkeypatch):
     """The adapter of this process, as a registered loss with a support of K leaves it."""
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    adapter.cache_clear()
-    adapter().k = K
-    yield adapter()
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
+    trainer_adapter().k = K
+    yield trainer_adapter()
+    trainer_adapter.cache_clear()
 
 
-@pytest.fixture(params=["fused", "vanilla"])
+@pytest.fixture(params=[(Fused, "FusedOutputLinear"), (Plain, "VanillaOutputLinear")])
 def head(request):
-    base = {"fused": Fused, "vanilla": Plain}[request.param]
-    name = {"fused": "FusedOutputLinear", "vanilla": "VanillaOutputLinear"}[request.param]
-    cls = fake_prime_rl.head_module(base, name)
+    """A head without a softcap, unless a test gives its class one."""
+    cls = fake_prime_rl.head_module(*request.param)
     torch.manual_seed(0)
     return cls()
 
@@ -203,7 +202,6 @@ def test_stop_beyond_the_head_names_the_key(head, state):
 
 @pytest.mark.parametrize("elements", [1, 3 * D, 7 * D, D * K * N])
 def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch, elements):
-    type(head).softcap = None
     micro_batch, top = batch()
     micro_batch["routed_experts"][0, 1::2, 0] = top[
         1
@@ -226,7 +224,6 @@ def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch
 
 
 def test_support_logits_in_bfloat16_are_off_by_one_rounding(head, state):
-    type(head).softcap = None
     head.bfloat16()
     with torch.no_grad():
         head.weight.normal_(0, 1)
@@ -244,7 +241,6 @@ def test_support_logits_in_bfloat16_are_off_by_one_rounding(head, state):
 
 
 def test_label_in_the_support_has_exactly_prime_rls_log_prob(head, state):
-    type(head).softcap = None
     head.bfloat16()
     micro_batch, top = batch()
     top = top.clone()
@@ -257,7 +253,6 @@ def test_label_in_the_support_has_exactly_prime_rls_log_prob(head, state):
 
 def test_support_is_of_the_same_rounded_policy_as_the_label(head, state):
     """prime-rl's head rounds logits to bfloat16; the support's are rounded likewise."""
-    type(head).softcap = None
     head.bfloat16()
     with torch.no_grad():
         head.weight.normal_(0, 1)
@@ -274,7 +269,6 @@ def test_support_is_of_the_same_rounded_policy_as_the_label(head, state):
 
 def test_backward_allocates_one_dense_weight_gradient(head, state):
     """prime-rl's head makes one [V, D] tensor; a gather under autograd would add another."""
-    type(head).softcap = None
     micro_batch, _ = batch()
     ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
 
@@ -283,21 +277,10 @@ def test_backward_allocates_one_dense_weight_gradient(head, state):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            fresh = (
-                isinstance(out, torch.Tensor)
-                and tuple(out.shape) in ((V, D), (D, V))
-                and not func.is_view
-            )
-            views = (
-                "aten.view",
-                "aten.t.",
-                "aten.detach",
-                "aten.transpose",
-                "aten.index_add_",
-                "aten.alias",
-            )
-            if fresh and not str(func).startswith(views):
-                Dense.made += 1
+            dense = isinstance(out, torch.Tensor) and tuple(out.shape) in ((V, D), (D, V))
+            views = "view", "t.", "detach", "transpose", "index_add_", "alias"
+            is_view = func.is_view or str(func).startswith(tuple(f"aten.{v}" for v in views))
+            Dense.made += dense and not is_view
             return out
 
     with Dense():
@@ -308,7 +291,6 @@ def test_backward_allocates_one_dense_weight_gradient(head, state):
 
 def test_head_weight_is_never_saved_as_an_activation(head, state):
     """prime-rl's offloading copies every saved tensor that is no nn.Parameter to the host."""
-    type(head).softcap = None
     micro_batch, _ = batch()
     seen = []
 
@@ -319,22 +301,14 @@ def test_head_weight_is_never_saved_as_an_activation(head, state):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
-    assert (
-        seen and (V, D) not in seen
-    )  # a plain linear layer saves the transposed view with or without us
+    # A plain linear layer saves the transposed view with or without us.
+    assert seen and (V, D) not in seen
+    assert "weight" not in head.__dict__ and isinstance(head.weight, torch.nn.Parameter)
     (ours.sum() + logprobs.sum()).backward()
     assert head.weight.grad.abs().sum() > 0
 
 
-def test_head_keeps_nothing_of_ours_after_its_forward(head, state):
-    type(head).softcap = None
-    micro_batch, _ = batch()
-    student(head, state, micro_batch, torch.randn(1, N, D))
-    assert "weight" not in head.__dict__ and isinstance(head.weight, torch.nn.Parameter)
-
-
 def test_fully_masked_micro_batch_changes_nothing(head, state):
-    type(head).softcap = None
     micro_batch, _ = batch()
     micro_batch["loss_mask"][:] = False
     ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
@@ -342,7 +316,6 @@ def test_fully_masked_micro_batch_changes_nothing(head, state):
 
 
 def test_frozen_head_sends_gradients_to_the_hidden_states(head, state):
-    type(head).softcap = None
     head.weight.requires_grad_(False)
     micro_batch, _ = batch()
     hidden = torch.randn(1, N, D, requires_grad=True)
@@ -388,7 +361,6 @@ def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
 
 def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
     """A token without a score has no id that is known, -inf is an id that the teacher rules out."""
-    type(head).softcap = None
     micro_batch, _ = batch(masked=0)
     ids, bits = micro_batch["routed_experts"][0, 3]
     bits[-1] = torch.tensor(float("-inf")).view(torch.int32)
@@ -409,7 +381,6 @@ def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.3, -0.05])
 def test_support_that_is_no_distribution_is_not_trained(head, state, value, trained):
     """NaN, +inf, above 0, or with a mass above 1, in a trained row; other rows are not read."""
-    type(head).softcap = None
     micro_batch, _ = batch(masked=0)
     micro_batch["loss_mask"][0, 3] = trained
     micro_batch["routed_experts"][0, 3, 1, 0] = torch.tensor(-0.1).view(torch.int32)
@@ -423,7 +394,6 @@ def test_support_that_is_no_distribution_is_not_trained(head, state, value, trai
 
 def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
     """FSDP rounds the temperature on its way into the module; the trainer divides by its own."""
-    type(head).softcap = None
     micro_batch, top = batch(masked=0, temperature=torch.full((1, N), 0.7))
     hidden = torch.randn(1, N, D)
     given = head.forward
@@ -444,7 +414,6 @@ def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
 
 def test_ids_beyond_the_head_are_in_the_tail(head, state):
     """A wider teacher's padding: value and gradients are those of the other ids and the tail."""
-    type(head).softcap = None
     micro_batch, top = batch(masked=0.3)
     beyond = torch.zeros(N, K, dtype=torch.bool)
     beyond[::2, 1], beyond[5, :], beyond[7, 0] = True, True, True

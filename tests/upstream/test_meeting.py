@@ -14,7 +14,7 @@ from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.settings import SWITCH, AdapterSettings  # noqa: E402
 from prime_composer.upstream.teachers import Teacher  # noqa: E402
-from prime_composer.upstream.trainer import teachers as trainer  # noqa: E402
+from prime_composer.upstream.trainer import questions as trainer  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, wrapped  # noqa: E402
 
@@ -55,7 +55,7 @@ async def by_trainer(url):
     with contextlib.closing(Opened(url, "m3")) as scorer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "ServerScorer", lambda *_, **__: scorer)
-            trainer.Teachers([], K, False).frozen(Teacher(url, "m3", 1.0))
+            trainer.TeacherConnections([], K, False).frozen(Teacher(url, "m3", 1.0))
 
 
 class Opened(ServerScorer):

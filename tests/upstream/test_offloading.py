@@ -17,8 +17,8 @@ from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
 from prime_rl.trainer.rl import loss as loss_module
 from prime_rl.utils.act_offloading import maybe_activation_offloading
 from prime_composer.contract import HiddenStates, TeacherHead, Scores
-from prime_composer.upstream.trainer import teachers
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer import questions
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 
 V, D, N = 97, 64, 40
 
@@ -42,8 +42,8 @@ class Scorer:
         return scores
 
 
-teachers.ServerScorer = Scorer
-state = adapter()
+questions.ServerScorer = Scorer
+state = trainer_adapter()
 
 
 def trained(config):

@@ -19,6 +19,7 @@ from prime_composer.scoring.wire import (
 )
 from prime_composer.upstream import wire
 from prime_composer.upstream.orchestrator.client import Requests
+from tests.upstream.test_orchestrator import Refusal, Response
 
 TOKENS = [7, 3, 9]
 FACTS = Facts("t", 20, 8, 100, "bfloat16", ["sampled", "top_k"], "0.26.0")
@@ -29,26 +30,6 @@ JSON = (
     b'{"prompt_logprobs":[null,{"3":{"logprob":-3.0,"rank":8},"1":{"logprob":-0.5,"rank":1},'
     b'"2":{"logprob":-2.0,"rank":2}},{"9":{"logprob":-1.5,"rank":1},"1":{"logprob":-1.6,"rank":2}}]}'
 )
-
-
-class Status(Exception):
-    """An error of the openai client with an HTTP status."""
-
-    def __init__(self, status_code):
-        super().__init__(str(status_code))
-        self.status_code = status_code
-
-
-class Response:
-    def __init__(self, content):
-        self.content = content
-        self.request = type("Request", (), {"headers": {}})()
-
-    async def aiter_bytes(self):
-        yield self.content
-
-    async def aclose(self):
-        """Nothing is open."""
 
 
 def packed(facts=FACTS, ids=IDS, own=OWN, version=VERSION, plugin=NAME, sequences=1):
@@ -92,7 +73,7 @@ def score(client, k=2, requests=None):
 
 def test_scores_of_the_plugin_are_those_of_json():
     """Same values, same layout; the first token has no context."""
-    binary, json = score(Client()), score(Client(found=Status(404)))
+    binary, json = score(Client()), score(Client(found=Refusal("", 404)))
     assert binary == json == [0.0, -3.0, -1.5]
     assert binary.scores.to_bytes() == json.scores.to_bytes()
 
@@ -120,7 +101,7 @@ def test_k_zero_asks_for_the_top_1_as_a_check():
 @pytest.mark.parametrize("status", [400, 404, 405, 422, 501])
 @pytest.mark.parametrize("found", [None, b"<html>", packed(plugin="other")])
 def test_server_without_the_plugin_is_asked_for_json(status, found):
-    client, requests = Client(found=found or Status(status)), Requests()
+    client, requests = Client(found=found or Refusal("", status)), Requests()
     for _ in range(2):
         assert score(client, requests=requests) == [0.0, -3.0, -1.5]
     assert client.kinds == ["found", "json", "json"]
@@ -128,8 +109,8 @@ def test_server_without_the_plugin_is_asked_for_json(status, found):
 
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_other_refusals_are_not_taken_for_a_missing_plugin(status):
-    with pytest.raises(Status):
-        score(Client(found=Status(status)))
+    with pytest.raises(Refusal):
+        score(Client(found=Refusal("", status)))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +138,7 @@ def test_server_that_lost_the_plugin_is_asked_for_json(capsys):
     """Its numbers are the same. One line says so, whatever the number of requests."""
     client, requests = Client(), Requests()
     score(client, requests=requests)
-    client.answers["scores"] = Status(404)
+    client.answers["scores"] = Refusal("", 404)
 
     async def both():
         asked = [requests.score(client, "served", TOKENS, 2) for _ in range(2)]
@@ -220,9 +201,8 @@ def test_padding_that_the_student_sampled_is_floored(capsys):
 
 def test_json_of_a_smaller_teacher_names_the_remedy():
     """Without the plugin the size of its head is not known here."""
-    refusal = Status(400)
-    refusal.args = ("Token id 25 is out of vocabulary",)
+    refusal = Refusal("Token id 25 is out of vocabulary", 400)
     with pytest.raises(
         ValueError, match="wider head may sample.*start it with prime-composer teacher"
     ):
-        score(Client(found=Status(404), json=refusal))
+        score(Client(found=Refusal("", 404), json=refusal))

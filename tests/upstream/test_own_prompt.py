@@ -11,10 +11,10 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
 from prime_composer.recipe.schema import RecipeError  # noqa: E402
-from prime_composer.upstream.orchestrator import own_prompt  # noqa: E402
-from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
+from prime_composer.upstream.orchestrator import messages  # noqa: E402
+from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.teachers.own import STUDENT, wrapped  # noqa: E402
@@ -40,7 +40,7 @@ def tokenizers(tmp_path):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    own_prompt.prompts_of.cache_clear()
+    messages.served_prompts.cache_clear()
     return tmp_path
 
 

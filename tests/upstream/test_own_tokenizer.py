@@ -1,7 +1,6 @@
 """Inside prime-rl: a teacher with a tokenizer of its own, from messages to samples and weights."""
 
 import asyncio
-import contextlib
 import json
 import math
 import sys
@@ -29,12 +28,11 @@ from prime_composer.scoring.wire import (  # noqa: E402
 from prime_composer.teachers import own_tokenizer as teachers_own_tokenizer  # noqa: E402
 from prime_composer.upstream import launcher_hook, wire  # noqa: E402
 from prime_composer.upstream.export import export_recipe  # noqa: E402
-from prime_composer.upstream.orchestrator import hooks, own_tokenizer  # noqa: E402
+from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
-from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
+from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
-from prime_composer.upstream.tally import Tally  # noqa: E402
-from prime_composer.upstream.trainer.batches import MicroBatch  # noqa: E402
+from prime_composer.upstream.trainer.batches import PackedMicroBatch  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
@@ -131,11 +129,11 @@ def switch(monkeypatch, tokenizers):
     base = types.ModuleType("prime_rl.orchestrator.algo.base")
     base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
     monkeypatch.setitem(sys.modules, base.__name__, base)
-    monkeypatch.setattr(hooks, "MADE", Tally())
+    monkeypatch.setattr(hooks, "MADE", hooks.Made())
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
-    own_tokenizer.opened.cache_clear()
+    messages.own_tokenizer.cache_clear()
     yield set_to
-    own_tokenizer.opened.cache_clear()
+    messages.own_tokenizer.cache_clear()
 
 
 @pytest.fixture
@@ -395,17 +393,6 @@ def test_other_teachers_are_asked_as_ever(served, student, switch):
     assert request.start == 1 and request.requests[1].k == K
 
 
-def test_several_teachers_in_a_header_are_refused(served, student):
-    """The header is that of a mixture."""
-    teachers = json.dumps([{"url": served.url, "model": "m3", "weight": 1}])
-    client = types.SimpleNamespace(default_headers={HEADER: teachers})
-    token = hooks.SCORING.set(hooks.Scoring(True, Tally(), [conversation(student, "ab")]))
-    with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(ValueError) as caught:
-        loop.run_until_complete(clients_module().prefill_logprobs(client, "m3", [1, 2]))
-    hooks.SCORING.reset(token)
-    assert "mixture" in str(caught.value) and "teacher_tokenizers" in str(caught.value)
-
-
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
@@ -517,7 +504,7 @@ def test_repetition_reads_what_no_teacher_scored():
     weights = torch.where(sampled & (torch.arange(len(ids)) % 7 != 4), 1.0, 0.0)
     streams = {"input_ids": ids, "loss_mask": sampled, "ref_kl_weights": weights}
     tensors = {name: stream[None] for name, stream in streams.items()}
-    batch = MicroBatch(tensors | {"env_names": ["sums"] * len(ids)}, 0)
+    batch = PackedMicroBatch(tensors | {"env_names": ["sums"] * len(ids)}, 0)
     logprobs = torch.zeros(len(ids))
     batch.place([logprobs])
     fields = batch.aligned(logprobs)

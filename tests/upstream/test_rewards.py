@@ -105,7 +105,7 @@ asked = []
 class Pool:
     async def score(self, token_ids):
         asked.append(list(token_ids))
-        hooks.ran(hooks.REQUEST)  # which these scores stand for
+        hooks.SCORING.get().asked = True  # which these scores stand for
         return list(scores.get(tuple(token_ids), [-1.0] * len(token_ids)))
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_composer.upstream.tally import SilentHook, Tally
+from prime_composer.upstream.silent_hook import SilentHook
 from prime_composer.upstream.trainer import hooks
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from tests.fork_server import REPO
 from tests.upstream import fake_prime_rl
 from tests.upstream.fake_prime_rl import micro_batch
@@ -44,7 +44,7 @@ class Host:
         if whole_run:
             switch = json.dumps({"loss": table}) if table is SAMPLED else "1"
             monkeypatch.setenv("PRIME_COMPOSER", switch)
-            adapter.cache_clear()
+            trainer_adapter.cache_clear()
             hooks.hook_loss(self.loss)
             hooks.hook_data(self.data)
         self.loop = fake_prime_rl.loop_module("setup_rl_loss_fn", *loop_edits)
@@ -68,7 +68,7 @@ def host(request, monkeypatch, tmp_path):
         return Host(monkeypatch, tmp_path, request.param, **edits)
 
     yield start
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 def taken_from(name):
@@ -87,7 +87,7 @@ def test_loss_by_its_name_trains_and_is_reported(host, capfd):
     assert (
         capfd.readouterr().err.count("was called for the first time, in step 1, which has 12") == 1
     )
-    adapter().judge_last_batch()
+    trainer_adapter().judge_last_batch()
 
 
 @pytest.mark.parametrize("form", ELSEWHERE)
@@ -101,8 +101,8 @@ def test_loss_taken_from_elsewhere_ends_a_run_of_one_step(host, form):
 def test_loss_taken_from_elsewhere_ends_the_run_at_its_tokens(host):
     """Batches without a token for it end nothing; a first micro-batch without one neither."""
     one = host(edits=taken_from("table"))
-    adapter().register(SAMPLED)
-    adapter().loss.seen = True
+    trainer_adapter().register(SAMPLED)
+    trainer_adapter().loss.seen = True
     with pytest.raises(SilentHook, match="4 tokens of this rank's batch 2 "):
         one.train([micro_batch(kinds="--")], [micro_batch(kinds="-"), micro_batch(kinds="d")])
 
@@ -144,7 +144,7 @@ OWN = ("def train(", "def another_loss(*rows): return rows[0][0].sum().detach(),
 def test_loop_with_a_loss_of_its_own_ends_at_the_next_batch(host):
     """compute_loss is hooked, and the loop computes the loss by another function."""
     one = host(loop_edits=[ANOTHER, OWN])
-    with pytest.raises(SilentHook, match="4 tokens of this rank's batch 1 .* ran on it: none"):
+    with pytest.raises(SilentHook, match="4 tokens of this rank's batch 1 "):
         one.train([micro_batch()], [micro_batch()])
 
 
@@ -164,7 +164,7 @@ exec(code)
     [
         ("host.train([here.micro_batch()])", 1),
         ("host.train([here.micro_batch(kinds='d-')]); sys.exit(0)", 1),
-        ("here.adapter().register(here.SAMPLED); here.adapter().loss.seen = True\n"
+        ("here.trainer_adapter().register(here.SAMPLED); here.trainer_adapter().loss.seen = True\n"
          "host.train([here.micro_batch(kinds='-')])", 0),
     ],
 )  # fmt: skip
@@ -180,7 +180,7 @@ def test_last_batch_of_a_run_is_judged_at_its_end(torch_forks, tmp_path, whole_r
     [
         "host.loop.another_loss = lambda *rows: 1 / 0",
         "host.loop.sum = lambda rows: len(list(rows)) / 0",
-        "here.adapter()._ask_teachers = lambda batches: 1 / 0",
+        "here.trainer_adapter()._ask_teachers = lambda batches: 1 / 0",
     ],
     ids=["in its loss", "between its two loops", "before its first loop"],
 )
@@ -196,7 +196,7 @@ def test_loop_past_the_data_loader_is_named(host):
     """The loss is called, and DataLoader.get_batch was never asked."""
     own = ("batches = loader.get_batch()", "batches = loader.micro_batches")
     one = host(loop_edits=[own])
-    adapter().model = object()
+    trainer_adapter().model = object()
     with pytest.raises(SilentHook, match="on no micro-batch that get_batch of"):
         one.train([micro_batch()])
 
@@ -210,13 +210,13 @@ def test_benchmark_batches_of_prime_rl_are_not_judged(host):
     one.data.DataLoader = fake_prime_rl.data_module().DataLoader
     hooks.hook_data(one.data)
     fake.wait_for_batch(None)
-    assert type(fake.get_batch(None)) is list and adapter().steps == 1
+    assert type(fake.get_batch(None)) is list and trainer_adapter().steps == 1
 
 
 def test_loader_with_more_parameters_gets_them(monkeypatch):
     """A default that the train loop leaves out is known too."""
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
     module = types.ModuleType(fake_prime_rl.DATA)
 
     class DataLoader:
@@ -229,11 +229,11 @@ def test_loader_with_more_parameters_gets_them(monkeypatch):
     module.DataLoader = DataLoader
     hooks.hook_data(module)
     opened = []
-    monkeypatch.setattr(adapter(), "open_journal", lambda *given: opened.append(given))
+    monkeypatch.setattr(trainer_adapter(), "open_journal", lambda *given: opened.append(given))
     loader = DataLoader("run")
     assert loader.wait_for_batch(7) == 7 and loader.get_batch(packed=False) == [{"packed": False}]
     assert opened == [(Path("run"), 3)]
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 RANK = """
@@ -270,21 +270,6 @@ def test_silent_loss_is_judged_by_the_rank_with_tokens(torch_forks):
     assert said[0] == "trained" and "4 tokens of this rank's batch 1" in said[1]
 
 
-def test_tally_counts_work_and_calls_of_the_whole():
-    whole = Tally()
-    part = Tally(whole)
-    whole.expect("a hook", 3, "It did not run.")
-    part.expect("a hook", 0, "It did not run.")
-    part.judge()
-    with pytest.raises(SilentHook, match=r"^prime_composer: It did not run\. .*: none\.$"):
-        whole.judge()
-    part.called("another")
-    with pytest.raises(SilentHook, match="Hooks that ran on it: another 1x"):
-        whole.judge()
-    part.called("a hook")
-    whole.judge()
-
-
 K, D, V, N = 3, 8, 20, 6
 
 
@@ -301,7 +286,7 @@ def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path
     """Also a head of ours that prime-rl calls without labels."""
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
     host = Host(monkeypatch, tmp_path, True)
-    state = adapter()
+    state = trainer_adapter()
     state.k = K
     name = "ChunkedOutputLinear" if labels else "VanillaOutputLinear"
     head = fake_prime_rl.head_module(Plain, name)(D, V, bias=False)
@@ -321,7 +306,7 @@ def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path
         name = type(head).__name__ if seen else "a head that could not be seen"
         with pytest.raises(SilentHook, match=f"model ran .*{name}. Use a loss of the sampled"):
             state.aligned(row)
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 REAL = """

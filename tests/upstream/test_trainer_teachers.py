@@ -19,8 +19,8 @@ from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.teachers import Teacher, configured
 from prime_composer.upstream.trainer import head as head_hook
-from prime_composer.upstream.trainer import hooks, teachers
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer import hooks, questions
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.upstream import fake_prime_rl
 
@@ -103,10 +103,10 @@ class Scorer(ServerScorer):
 def served(monkeypatch):
     """Put ``Scorer`` in the place of servers, and forget the adapter."""
     Scorer.opened = []
-    monkeypatch.setattr(teachers, "ServerScorer", Scorer)
-    adapter.cache_clear()
+    monkeypatch.setattr(questions, "ServerScorer", Scorer)
+    trainer_adapter.cache_clear()
     yield Scorer
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 def hook(monkeypatch, loss, entries=ONE, **settings):
@@ -116,7 +116,7 @@ def hook(monkeypatch, loss, entries=ONE, **settings):
     module = fake_prime_rl.loss_module("v0.7")
     fake_prime_rl.put(monkeypatch, module)
     hooks.hook_loss(module)
-    return adapter()
+    return trainer_adapter()
 
 
 class Output(torch.nn.Linear):
@@ -156,7 +156,7 @@ def step(state, head, hidden, tensors):
 def test_wanted_are_the_sequences_that_train():
     """Boundaries are prime-rl's lengths. What comes behind the last trained token is cut off."""
     tensors = micro_batch()
-    first, second = teachers.wanted_of(tensors, tensors["loss_mask"][0], {"sums": TWO})
+    first, second = questions.wanted_of(tensors, tensors["loss_mask"][0], {"sums": TWO})
     ids = tensors["input_ids"][0]
     assert first.rollout.token_ids.tolist() == ids[:5].tolist() and first.rollout.start == 2
     assert second.rollout.token_ids.tolist() == ids[5:8].tolist() and second.rollout.start == 1
@@ -168,15 +168,15 @@ def test_wanted_are_the_sequences_that_train():
 def test_wanted_of_an_environment_without_a_teacher_is_refused():
     tensors = micro_batch()
     with pytest.raises(ValueError, match="names none for the environment 'sums'"):
-        teachers.wanted_of(tensors, tensors["loss_mask"][0], {"other": ONE})
+        questions.wanted_of(tensors, tensors["loss_mask"][0], {"other": ONE})
 
 
 def test_answers_of_the_next_micro_batch_are_asked_for_ahead(monkeypatch):
     """Those behind it wait until they fit into the tokens that may be in memory."""
-    monkeypatch.setattr(teachers, "AHEAD_TOKENS", 0)
+    monkeypatch.setattr(questions, "AHEAD_TOKENS", 0)
     tensors = micro_batch()
-    wanted = [teachers.wanted_of(tensors, tensors["loss_mask"][0], ONE) for _ in range(4)]
-    answers = teachers.StepAnswers(teachers.Teachers(ONE, K, hidden=False), wanted)
+    wanted = [questions.wanted_of(tensors, tensors["loss_mask"][0], ONE) for _ in range(4)]
+    answers = questions.StepAnswers(questions.TeacherConnections(ONE, K, hidden=False), wanted)
     (scorer,) = Scorer.opened
 
     def asked_after(number):
@@ -184,9 +184,9 @@ def test_answers_of_the_next_micro_batch_are_asked_for_ahead(monkeypatch):
         return len(scorer.asked)
 
     assert [asked_after(number) for number in range(4)] == [2, 3, 4, 4]
-    monkeypatch.setattr(teachers, "AHEAD_TOKENS", 1000)
+    monkeypatch.setattr(questions, "AHEAD_TOKENS", 1000)
     scorer.asked.clear()
-    teachers.StepAnswers(teachers.Teachers(ONE, K, hidden=False), wanted).take(0)
+    questions.StepAnswers(questions.TeacherConnections(ONE, K, hidden=False), wanted).take(0)
     assert len(Scorer.opened[1].asked) == 4
 
 
@@ -337,14 +337,14 @@ def long_sequences(n, tokens=40):
             Rollout(ids, torch.arange(tokens) > 30, torch.full((tokens,), torch.nan), "length", 0)
         )
     teacher = [Teacher("http://one:1", "m", 1.0)]
-    return [teachers.Wanted(slice(0, tokens), rollout, teacher) for rollout in rollouts]
+    return [questions.Wanted(slice(0, tokens), rollout, teacher) for rollout in rollouts]
 
 
 @pytest.mark.parametrize("loss", [(0, True), (K, False)], ids=["hidden", "top_k"])
 def test_trainer_asks_a_teacher_again_what_it_knows(monkeypatch, loss):
     """With the first sequence, and every 256: its beginning, whose answer must be the same."""
     monkeypatch.setattr("prime_composer.teachers.watch.ASKED_EVERY", 6)
-    known = teachers.Teachers(ONE, *loss)
+    known = questions.TeacherConnections(ONE, *loss)
     sizes = [len(known.ask(long_sequences(2))()) for _ in range(4)]
     (scorer,) = Scorer.opened
     assert sizes == [2] * 4
@@ -360,30 +360,21 @@ def test_trainer_asks_a_teacher_again_what_it_knows(monkeypatch, loss):
         known.ask(long_sequences(2))()
 
 
-def test_trainer_asks_a_teacher_that_was_restarted_at_once():
-    """Before it returns the scores of another start."""
-    known = teachers.Teachers(ONE, K, hidden=False)
+@pytest.mark.parametrize(
+    "starts,changed,asked",
+    [(2, 3, [2, 1, 1, 1, 1]), (None, None, [2, 1, 1, 1, 1, 1])],
+    ids=["restarted", "without the plugin"],
+)
+def test_trainer_asks_a_teacher_of_another_start_at_once(starts, changed, asked):
+    """Before it returns its scores. Responses without the plugin name no start: each time."""
+    known = questions.TeacherConnections(ONE, K, hidden=False)
     known.ask(long_sequences(2))()
     (scorer,) = Scorer.opened
-    scorer.starts = 2
-    known.ask(long_sequences(1))()
-    known.ask(long_sequences(1))()
-    assert [len(rollouts) for rollouts in scorer.asked] == [2, 1, 1, 1, 1]
-    scorer.starts, scorer.table = 3, scorer.table.flip(0)
-    with pytest.raises(InvalidAnswer, match="It serves another model now"):
-        known.ask(long_sequences(1))()
-
-
-def test_trainer_asks_a_teacher_without_the_plugin_each_time():
-    """Its responses do not name its start."""
-    known = teachers.Teachers(ONE, K, hidden=False)
-    known.ask(long_sequences(2))()
-    (scorer,) = Scorer.opened
-    scorer.starts = None
+    scorer.starts = starts
     for _ in range(2):
         known.ask(long_sequences(1))()
-    assert [len(rollouts) for rollouts in scorer.asked] == [2, 1, 1, 1, 1, 1]
-    scorer.table = scorer.table.flip(0)
+    assert [len(rollouts) for rollouts in scorer.asked] == asked
+    scorer.starts, scorer.table = changed, scorer.table.flip(0)
     with pytest.raises(InvalidAnswer, match="It serves another model now"):
         known.ask(long_sequences(1))()
 
@@ -468,7 +459,7 @@ def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, 
 
 def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
     """Padding explains a few ids."""
-    monkeypatch.setattr(teachers, "MOST_PADDING", 3)
+    monkeypatch.setattr(questions, "MOST_PADDING", 3)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     state.batch_came([tensors])
     (scorer,) = Scorer.opened
@@ -501,8 +492,8 @@ class NarrowScorer(Scorer):
 
 def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, output):
     """Ids that the teacher lacks are one outcome with the floor of a bucket."""
-    monkeypatch.setattr(teachers, "ServerScorer", NarrowScorer)
-    monkeypatch.setattr(teachers, "CHECKED_EVERY", 1)
+    monkeypatch.setattr(questions, "ServerScorer", NarrowScorer)
+    monkeypatch.setattr(questions, "CHECKED_EVERY", 1)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     tensors["input_ids"][0, [3, 6]] = V - 1
     state.batch_came([tensors])
@@ -527,7 +518,7 @@ def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, outpu
 @pytest.mark.parametrize("head_on", [None, "cpu"])
 def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
     """``meta`` stands for an accelerator."""
-    known = teachers.Teachers(ONE, 0, hidden=True, head_on=head_on or "device")
+    known = questions.TeacherConnections(ONE, 0, hidden=True, head_on=head_on or "device")
     scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
     student = Logits(*(torch.zeros(rows, D, device="meta") for rows in (2, V)))
@@ -537,21 +528,25 @@ def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
 
 
 def test_head_too_large_for_the_device_names_the_remedy(monkeypatch):
-    known = teachers.Teachers(ONE, 0, hidden=True)
+    known = questions.TeacherConnections(ONE, 0, hidden=True)
     scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
 
     def full(head, device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(teachers, "on_device", full)
+    monkeypatch.setattr(questions, "on_device", full)
     message = r"output head of \(31, 5\) in torch.float32, 0.0 GB, .*head_on = .cpu."
     with pytest.raises(ValueError, match=message):
         known.logits(share, share.states, Logits(torch.zeros(2, D), torch.zeros(V, D)))
 
 
-def test_server_without_the_plugin_stops_the_first_step(monkeypatch):
-    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+@pytest.mark.parametrize(
+    "loss,at_once", [(FULL, True), ({"type": "topk_reverse_kl", "k": K}, False)]
+)
+def test_error_of_a_server_stops_the_step(monkeypatch, output, loss, at_once):
+    """Of a missing head when the batch comes; of scores by the step that would train on them."""
+    state, tensors = hook(monkeypatch, loss, ONE), micro_batch()
 
     def score(self, rollouts, support_size, hidden=False):
         raise ServerError("The teacher's server at http://one:1 has no scoring plugin")
@@ -559,18 +554,7 @@ def test_server_without_the_plugin_stops_the_first_step(monkeypatch):
     monkeypatch.setattr(Scorer, "score", score)
     with pytest.raises(ServerError, match="no scoring plugin"):
         state.batch_came([tensors])
-
-
-def test_wrong_answer_is_raised_where_it_is_awaited(monkeypatch, output):
-    """By the step that would train on it, in the trainer's own thread."""
-    state, tensors = hook(monkeypatch, {"type": "topk_reverse_kl", "k": K}, ONE), micro_batch()
-
-    def score(self, rollouts, support_size, hidden=False):
-        raise ServerError("gone")
-
-    monkeypatch.setattr(Scorer, "score", score)
-    state.batch_came([tensors])
-    with pytest.raises(ServerError, match="gone"):
+        assert not at_once
         step(state, output(), torch.randn(1, 12, D), tensors)
 
 
@@ -605,15 +589,9 @@ def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
         head.weight.untyped_storage().resize_(state.model.values.untyped_storage().size())
 
 
-@pytest.mark.parametrize(
-    "header",
-    ["[" * 100_000, "garbage", "3", "[{}]", '{"e": 1}', "[]", "{}"],
-    ids=["deep", "garbage", "number", "keys", "no_list", "none", "no_environment"],
-)
-def test_configured_header_that_is_damaged_is_refused(header: str) -> None:
+def test_configured_header_that_is_damaged_is_refused() -> None:
     """In one sentence, before anything starts."""
-    client = SimpleNamespace(headers={HEADER: header})
-    client.name = "m"
+    client = SimpleNamespace(headers={HEADER: "{}"}, name="m")
     algorithm = SimpleNamespace(type="opd", teacher=client)
     source = SimpleNamespace(resolved_name="x", algo=algorithm)
     with pytest.raises(ValueError, match="must be a JSON list of {url, model, weight}"):

@@ -18,6 +18,7 @@ import atexit
 import base64
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -229,13 +230,14 @@ def step_of(folder):
 
 
 def reference(
-    result, mixture=lambda tokens: {"teacher": 1.0}, places=lambda tokens, prompt: prompt
+    result, mixture=lambda tokens: {"teacher": 1.0}, places=lambda tokens, prompt: prompt, stops=()
 ):
     """Return the float64 numbers of the first batch that the teacher scored, and the last update.
 
     Args:
         mixture: weights of the teachers by role, of a sequence.
         places: those of a sequence's tokens that count, of it and the length of its prompt.
+        stops: ids that are one outcome.
     """
     sampled = generate_requests(result, "student")
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in sampled}
@@ -255,8 +257,15 @@ def reference(
     update = last_update(result)
     # The directory that the server read may be gone: the trainer keeps its last broadcasts.
     broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=step_of)
-    words = result["models"] / "student", K, file, broadcast
+    words = result["models"] / "student", K, file, broadcast, listed(result, stops)
     return json.loads(script(result["python"], "reference.py", *words)), update
+
+
+def listed(result, stops):
+    """Return a file with the ids that are one outcome."""
+    file = result["folder"] / "stops.json"
+    file.write_text(json.dumps([*stops]))
+    return file
 
 
 def last_update(result):
@@ -289,6 +298,8 @@ RUNS = [
     pytest.param({"fused": True}, marks=newest),
     pytest.param({"fused": False, "ranks": 2, "tied": True}, marks=other),
 ]
+STOPS = range(0, 288, 4)
+"""A quarter of the vocabulary, so that any answer has some of them."""
 
 
 @pytest.mark.parametrize("how", RUNS, ids="-".join)
@@ -392,12 +403,9 @@ def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypat
 @other
 def test_whole_run_without_orchestrator_hooks_stops_a_mixture(trees, models, tmp_path):
     """A sampled loss needs no support: only the mark shows the trainer that the hooks are off."""
-    hooked = run(trees, models, tmp_path / "with", SAMPLED, several=True)
-    assert "sampled_reverse_kl was called" in hooked["trainer"]
     message = "adapter = true: .* and the orchestrator runs without it"
     with pytest.raises(pytest.fail.Exception, match=message):
-        folder, unhooked = tmp_path / "without", ("orchestrator",)
-        run(trees, models, folder, SAMPLED, several=True, unhooked=unhooked)
+        run(trees, models, tmp_path, SAMPLED, several=True, unhooked=("orchestrator",))
 
 
 @other
@@ -426,6 +434,15 @@ REWARDED = {
 }
 
 
+def step_batches(result):
+    """Return, step by step, the micro-batches that each rank of the trainer read."""
+    steps = {}
+    for file in sorted((result["folder"] / "outputs").rglob("step_*/rank_*.bin")):
+        ranks = steps.setdefault(step_of(file.parent), [])
+        ranks.append(msgspec.msgpack.decode(file.read_bytes()))
+    return [steps[step] for step in sorted(steps)]
+
+
 def trained_steps(result):
     """Return what float64 needs of each step (reference_mixed.py).
 
@@ -438,10 +455,8 @@ def trained_steps(result):
     sampled = {}
     for request in generate_requests(result, "student"):
         sampled.setdefault(json.dumps(request["in"] + request["out"]), []).append(request)
-    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
     steps = []
-    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
-        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
+    for version, ((micro_batch,),) in enumerate(step_batches(result)):
         rollouts = [sampler_of(span, micro_batch, sampled) for span in spans(micro_batch)]
         by_prompt = {}
         for request in rollouts:
@@ -485,8 +500,8 @@ def sampler_of(span, micro_batch, sampled):
 
 def trained_tokens(result):
     """Yield the tokens of each sequence that the trainer read."""
-    for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
-        for micro_batch in msgspec.msgpack.decode(file.read_bytes()):
+    for ranks in step_batches(result):
+        for micro_batch in itertools.chain(*ranks):
             yield from sequences(micro_batch)
 
 
@@ -560,29 +575,6 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path):
     assert losses == pytest.approx(expected, abs=1e-2)
 
 
-@other
-def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path):
-    """The same divergence as by the orchestrator, and prime-rl's field for experts is empty."""
-    asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
-    result = run(trees, models, tmp_path, TOP_K, **asked)
-    requests = [r for r in result["teacher"] if "in" in r]
-    assert all(r["kinds"] == ["sampled", "top_k"] and r["k"] == K for r in requests)
-    expected, update = reference(result)
-    rows = metric_rows(result)
-    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
-    for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
-        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
-        payloads = [field for field in micro_batch if isinstance(field, list) and is_packed(field)]
-        assert not payloads
-        assert all(math.isnan(score) for score in scores_sent(micro_batch))
-    check_update(expected, update)
-
-
-def is_packed(field):
-    """Return whether a field of a micro-batch is an array of data, shape and dtype."""
-    return len(field) == 3 and isinstance(field[0], bytes)
-
-
 def scores_sent(micro_batch):
     """Return what the orchestrator sent in the place of scores, of the tokens that train."""
     tokens, mask, *_ = micro_batch
@@ -597,10 +589,8 @@ def scores_sent(micro_batch):
 def replayed_steps(result):
     """Return what float64 needs of each step (reference_mixed.py), with the experts to replay."""
     sampled = {json.dumps(r["in"] + r["out"]): r for r in generate_requests(result, "student")}
-    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
     steps = []
-    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
-        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
+    for version, ((micro_batch,),) in enumerate(step_batches(result)):
         rollouts = []
         for tokens in sequences(micro_batch):
             request = sampled[json.dumps(tokens)]
@@ -624,11 +614,15 @@ def replayed_steps(result):
 def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path):
     """Both need the same field of a sample: it has the experts, and the trainer asks the teacher.
 
-    The student's server uses each router's least probable experts, so that a trainer with its own
-    choice would have another loss.
+    The orchestrator sends NaN in the place of scores. The student's server uses each router's least
+    probable experts, so that a trainer with its own choice would have another loss.
     """
     asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
     result = run(trees, models, tmp_path, TOP_K, replay=True, **asked)
+    requests = [r for r in result["teacher"] if "in" in r]
+    assert all(r["kinds"] == ["sampled", "top_k"] and r["k"] == K for r in requests)
+    for ((micro_batch,),) in step_batches(result):
+        assert all(math.isnan(score) for score in scores_sent(micro_batch))
     steps = replayed_steps(result)
     assert len(steps) == cpu_recipe.STEPS
     expected = replay_numbers(result, steps)
@@ -664,38 +658,32 @@ FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 UNEVEN = {"ranks": 2, "batch": 7, "seq_len": 40}
 FULL_RUNS = [
     pytest.param(UNEVEN, marks=newest),
-    pytest.param({}, marks=other),
-    pytest.param({"tied": True, "fused": False}, marks=other),
+    pytest.param({"tied": True, "fused": False, "stops": [*STOPS]}, marks=other),
     pytest.param({"tied": True, "ranks": 2}, marks=other),
-    pytest.param({"several": True}, marks=other),
-    pytest.param({"lora": True}, marks=other),
+    pytest.param({"several": True, "lora": True}, marks=other),
 ]
 
 
 def untrained_sequences(result):
     """Return the number of sequences of each step in micro-batches that train nothing."""
-    counts = {}
-    for file in (result["folder"] / "outputs").rglob("step_*/rank_*.bin"):
-        batches = msgspec.msgpack.decode(file.read_bytes())
-        empty = [batch for batch in batches if not any(batch[1])]
-        step = step_of(file.parent)
-        counts[step] = counts.get(step, 0) + sum(len(batch[5]) for batch in empty)
-    return [counts[step] for step in sorted(counts)]
+    return [
+        sum(len(batch[5]) for batch in itertools.chain(*ranks) if not any(batch[1]))
+        for ranks in step_batches(result)
+    ]
 
 
-def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}):
+def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=()):
     """Return float64's numbers of the steps, by the files that the trainer's ranks read.
 
     Args:
         mixture: weights of the teachers by role, of a sequence.
+        stops: ids that are one outcome.
     """
     prompts = {
         json.dumps(r["in"] + r["out"]): len(r["in"]) for r in generate_requests(result, "student")
     }
-    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
     steps = []
-    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
-        ranks = [msgspec.msgpack.decode(rank.read_bytes()) for rank in file.parent.glob("rank_*")]
+    for version, ranks in enumerate(step_batches(result)):
         rollouts = [
             {
                 "tokens": tokens,
@@ -704,15 +692,14 @@ def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}):
                     str(result["models"] / role): w for role, w in mixture(tokens).items()
                 },
             }
-            for micro_batches in ranks
-            for micro_batch in micro_batches
+            for micro_batch in itertools.chain(*ranks)
             for tokens in sequences(micro_batch)
         ]
         steps.append({"weights": weights_of(result, version), "rollouts": rollouts})
     file = result["folder"] / "steps.json"
     file.write_text(json.dumps(steps))
-    student = result["models"] / "student"
-    return json.loads(script(result["python"], "reference_full.py", student, file))
+    words = result["models"] / "student", file, listed(result, stops)
+    return json.loads(script(result["python"], "reference_full.py", *words))
 
 
 @pytest.mark.parametrize("how", FULL_RUNS, ids="-".join)
@@ -721,8 +708,14 @@ def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, how):
 
     So is the direction in which the first update moves each weight, head and embeddings included.
     """
-    result = run(trees, models, tmp_path, FULL, **{"plugin": True, "seq_len": 512, **how})
+    chosen = {"plugin": True, "seq_len": 512, **how}
+    stops = chosen.pop("stops", ())
+    loss = {**FULL, "stops": {"ids": stops}} if stops else FULL
+    result = run(trees, models, tmp_path, loss, **chosen)
     check_whole_vocabulary(result, how)
+    if stops:
+        apart, merged = (full_reference(result, stops=each)["steps"] for each in ((), stops))
+        assert apart[0]["mean"] - merged[0]["mean"] > 3e-2
 
 
 @other
@@ -769,7 +762,7 @@ def check_whole_vocabulary(result, how, name="topk_reverse_kl"):
     known = {json.dumps(r["in"]) for r in asked if "hidden" not in r["kinds"]}
     assert len(known) <= how.get("ranks", 1) < len(asked)  # each rank's known request
     mixture = mixture_of(result) if "several" in how else lambda tokens: {"teacher": 1.0}
-    expected = full_reference(result, mixture)
+    expected = full_reference(result, mixture, how.get("stops", ()))
     rows = metric_rows(result)
     losses, values = (
         [row[key] for row in rows if key in row] for key in ("loss/mean", f"{name}/kl/mean")
@@ -873,72 +866,36 @@ def test_whole_run_ends_when_the_teacher_turns_bad(trees, models, tmp_path):
 
 
 @other
-def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_path):
-    """The policy itself scores, and is given the answer as a hint."""
-    result = run(trees, models, tmp_path, TOP_K, hint="reference")
-    requests = generate_requests(result, "student")
-    scored = [r for r in requests if "prompt_logprobs" in r["params"]]
-    sampled = [r["in"] + r["out"] for r in requests]
-    assert scored and not generate_requests(result, "teacher")
-    # The hint comes before the very same tokens.
-    assert all(r["params"]["prompt_logprobs"] == K for r in scored)
-    assert all(
-        any(r["in"][-len(tokens) :] == tokens and len(r["in"]) > len(tokens) for tokens in sampled)
-        for r in scored
-    )
-    rows = metric_rows(result)
-    assert "topk_reverse_kl was called" in result["trainer"]
-    assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
-    assert first_value(rows, "optim/grad_norm") > 0
-
-
-@other
-@pytest.mark.parametrize("hint", ["sibling", "feedback"])
-def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, hint):
-    """The hint, token for token, comes before the tokens that the policy has sampled."""
-    result = run(
-        trees,
-        models,
-        tmp_path,
-        TOP_K,
-        hint=hint,
-        words=True,
-        group_size=4,
-        taskset="tiny-dice",
-    )
+def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path):
+    """A right sibling's answer, token for token, comes before what the policy has sampled."""
+    how = {"words": True, "group_size": 4, "taskset": "tiny-dice"}
+    result = run(trees, models, tmp_path, TOP_K, hint="sibling", **how)
     tokenizer = Tokenizer.from_file(str(result["models"] / "student" / "tokenizer.json"))
     requests = generate_requests(result, "student")
     scored = [r["in"] for r in requests if "prompt_logprobs" in r["params"]]
     sampled = [r for r in requests if "prompt_logprobs" not in r["params"]]
-    assert scored
+    assert scored and not generate_requests(result, "teacher")
+    assert {r["params"].get("prompt_logprobs", K) for r in requests} == {K}
 
     def with_hint(request, reply):
         """Return what the policy scores of a sampled rollout, given a hint's reply."""
-        odd = len(tokenizer.decode(request["out"])) % 2
-        verdict = "This is correct." if odd else "This is wrong; the right answer is 0."
-        text = {
-            "sibling": "Here is an example of an expert response:\n"
-            f"<demonstration>\n{reply}\n</demonstration>",
-            "feedback": f"An earlier attempt: {reply}\nIts verdict: {verdict}",
-        }[hint]
-        block = tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n").ids
-        return block + request["in"] + request["out"]
+        text = (
+            "<|im_start|>system\nHere is an example of an expert response:\n"
+            f"<demonstration>\n{reply}\n</demonstration><|im_end|>\n"
+        )
+        return tokenizer.encode(text).ids + request["in"] + request["out"]
 
     possible = set()
     for request in sampled:
         # A reply of odd length is right. Others of the same prompt are siblings.
         siblings = [r for r in sampled if r is not request and r["in"] == request["in"]]
-        of = siblings if hint == "sibling" else [request]
-        replies = [tokenizer.decode(r["out"]) for r in of]
-        possible |= {
-            json.dumps(with_hint(request, reply))
-            for reply in replies
-            if hint == "feedback" or len(reply) % 2
-        }
+        replies = [tokenizer.decode(sibling["out"]) for sibling in siblings]
+        possible |= {json.dumps(with_hint(request, one)) for one in replies if len(one) % 2}
     assert {json.dumps(tokens) for tokens in scored} <= possible
     rows = metric_rows(result)
     assert "topk_reverse_kl was called" in result["trainer"]
     assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
+    assert first_value(rows, "optim/grad_norm") > 0
     # What has no right sibling is not sent to the trainer.
     trained = list(trained_tokens(result))
     assert trained and all(any(tokens[-len(own) :] == own for tokens in scored) for own in trained)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.upstream import test_whole_run as whole_run
 from tests.upstream.e2e import cpu_recipe
-from tests.upstream.test_whole_run import TOP_K, K, mean, newest, other
+from tests.upstream.test_whole_run import TOP_K, K, mean, newest
 
 models = whole_run.models
 
@@ -22,15 +22,11 @@ def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path):
     check(whole_run.run(trees, models, tmp_path, TOP_K, **APART))
 
 
-@pytest.mark.parametrize(
-    "asked_by",
-    [pytest.param(None, marks=newest), pytest.param("trainer", marks=other)],
-)
-def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path, asked_by):
+@newest
+def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path):
     """It trained to its end, with losses like any others: no id was outside of the vocabulary."""
-    how = {"apart": True, "declared": False, "asked_by": asked_by}
     with pytest.raises(pytest.fail.Exception, match="other tokens than the student"):
-        whole_run.run(trees, models, tmp_path, TOP_K, **how)
+        whole_run.run(trees, models, tmp_path, TOP_K, apart=True, declared=False)
     assert not [*tmp_path.rglob("broadcasts/step_1")]
 
 

@@ -5,6 +5,7 @@ own, e2e/tiny_turns.py, which our package does not know: it is named in the reci
 is the one with tools of recipes/agent_opd.toml, with that recipe's models, renderer and loss.
 """
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import shutil
 import tomllib
 from collections import Counter
 
-import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -37,17 +37,13 @@ SPELL = {
 
 def trained_sequences(result):
     """Return tokens and mask of each sequence of each step, up to the last token that trains."""
-    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
     steps = []
-    for file in sorted(files, key=lambda file: whole_run.step_of(file.parent)):
+    for ranks in whole_run.step_batches(result):
         sequences = []
-        for tokens, mask, *fields in msgspec.msgpack.decode(file.read_bytes()):
-            start = 0
-            for length in fields[3]:
-                trained = [t for t in range(length) if mask[start + t]]
-                if trained:
-                    sequences.append((tokens[start : start + trained[-1] + 1], trained))
-                start += length
+        for micro_batch in itertools.chain(*ranks):
+            for span in whole_run.spans(micro_batch):
+                tokens, mask = (field[span] for field in micro_batch[:2])
+                sequences.append((tokens, [t for t, trains in enumerate(mask) if trains]))
         steps.append(sequences)
     return steps
 

@@ -26,13 +26,13 @@ TRAIN = """
 import inspect, torch
 from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear, VanillaOutputLinear
 from prime_rl.trainer.rl import loss as losses
-from prime_composer.upstream.trainer.adapter import LOSS, adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.contract import Scores
 from prime_composer.upstream.wire import pack
 
 V, D, N, K = 23, 8, 12, 3
 torch.manual_seed(0)
-state = adapter()
+state = trainer_adapter()
 ids, mask = torch.randint(0, V, (1, N)), torch.arange(N)[None] > 3
 teacher = torch.randn(N, V).log_softmax(-1)
 log_q, top = teacher.topk(K)
@@ -72,7 +72,7 @@ q = log_q.double()
 tail_p, tail_q = torch.log1p(-p.exp().sum(-1)), torch.log1p(-q.exp().sum(-1))
 kl = (p.exp() * (p - q)).sum(-1) + tail_p.exp() * (tail_p - tail_q)
 result = {"loss": value.item(), "expected": kl[mask[0]].sum().item()}
-result["calls"] = state.tally.calls[LOSS]
+result["calls"] = state.calls
 if more and fused:
     extra = table.gather(1, more["extra_gather_ids"][0])
     (name,) = set(out) - {"logprobs", "entropy", "prime_composer_support"}
@@ -103,13 +103,13 @@ def test_trainer_of_a_branch_computes_the_divergence(branch, fused):
 KEPT = """
 import json, torch
 from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear, VanillaOutputLinear
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.contract import Scores
 from prime_composer.upstream.wire import pack
 
 V, D, N, K = 23, 8, 12, 3
 torch.manual_seed(0)
-state = adapter()
+state = trainer_adapter()
 state.k = k
 ids = torch.randint(0, V, (1, N))
 log_q, top = torch.randn(N, V).log_softmax(-1).topk(K)

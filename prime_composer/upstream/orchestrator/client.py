@@ -36,11 +36,6 @@ T = TypeVar("T")
 IN_FLIGHT = 32  # Most requests of this process between being sent and being parsed
 
 
-async def in_thread(thread: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
-    """Return ``function(*args)``, computed off the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
-
-
 def whole_sequence(
     token_ids: Sequence[int], vocab_size: int | None = None, start: int = 1
 ) -> SequenceToScore:
@@ -117,7 +112,7 @@ class OpenAITransport:
 
     async def read(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, computed off the event loop."""
-        return await in_thread(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def json_request(self, model: str, token_ids: Sequence[int], k: int) -> tuple[str, Any]:
         """Return path and body of the request that prime-rl itself makes."""
@@ -158,20 +153,15 @@ class OpenAITransport:
         log(message)
 
 
-class Tokens(msgspec.Struct):
-    """A server's answer of how it reads a text, and how many tokens it reads at most."""
+class TokenizerAnswer(msgspec.Struct):
+    """A server's answer of how it reads a text, or writes tokens."""
 
-    tokens: list[int]
-    max_model_len: int | None = None
-
-
-class Text(msgspec.Struct):
-    """A server's answer of how it writes tokens."""
-
-    prompt: str
+    tokens: list[int] | None = None
+    prompt: str | None = None
+    max_model_len: int | None = None  # how many tokens it reads at most
 
 
-class TokenServer:
+class OpenAITokenizer:
     """Asks a server for its tokenizer, from a thread beside the event loop of its requests."""
 
     def __init__(self, transport: OpenAITransport, model: str):
@@ -181,27 +171,26 @@ class TokenServer:
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's tokens of a text, without special ones; None: it cannot say."""
-        answer = self._ask("/tokenize", Tokens, prompt=text, add_special_tokens=False)
-        if answer is not None:
+        answer = self._ask("/tokenize", prompt=text, add_special_tokens=False)
+        if answer.tokens is not None:
             self.window = answer.max_model_len
-        return None if answer is None else answer.tokens
+        return answer.tokens
 
     def detokenize(self, ids: list[int]) -> str | None:
         """Return the server's text of tokens; None: it cannot say."""
-        answer = self._ask("/detokenize", Text, tokens=ids)
-        return None if answer is None else answer.prompt
+        return self._ask("/detokenize", tokens=ids).prompt
 
-    def _ask(self, path: str, kind: type[T], **body: Any) -> T | None:
+    def _ask(self, path: str, **body: Any) -> TokenizerAnswer:
         request = self._transport.receive(path, {"model": self._model, **body}, 2**20)
         try:
             content = asyncio.run_coroutine_threadsafe(request, self._loop).result()
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(content, type=TokenizerAnswer)
         except (Refused, ValueError, msgspec.MsgspecError, RecursionError):
-            return None
+            return TokenizerAnswer()
 
 
 @dataclass
-class Asked:
+class AskedTeacher:
     """What is known of a teacher."""
 
     plugin: Known = field(default_factory=Known)  # its scoring plugin
@@ -209,6 +198,7 @@ class Asked:
     requests: dict[int, KnownRequest] = field(default_factory=dict)  # by K; a live policy has none
     tokenizer: Any = None  # that its server was compared with, where the teacher has its own
     met: bool = False  # it has been compared with the student
+    lacks_ids: bool = False  # the user was told that the student samples ids beyond its head
     meeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # a batch's rollouts come at once
 
     @property
@@ -231,8 +221,7 @@ class Requests:
             WeakKeyDictionary()
         )
         self._thread = ThreadPoolExecutor(1, "prime_composer_parse")
-        self._asked: dict[tuple[str, str], Asked] = {}
-        self._told_of_padding: set[str] = set()
+        self._asked: dict[tuple[str, str], AskedTeacher] = {}
 
     async def score(
         self,
@@ -251,14 +240,7 @@ class Requests:
         server are returned. A server without the scoring plugin names no start. It is asked after a
         request that was sent more than once, and as all are once in a while.
         """
-        transport = OpenAITransport(client, self._thread)
-        if has_credentials(transport.base) and client.api_key not in ("", "EMPTY"):
-            raise ValueError(
-                two_credentials(
-                    f"The url of the teacher at {public_url(transport.base)}", "of its api_key_var"
-                )
-            )
-        asked = self._asked.setdefault((transport.base, model), Asked())
+        transport, asked = self._connection(client, model)
         if frozen and asked.tokenizer is None:
             await self._compare(transport, model, asked)
         scores = await self._ask(transport, model, asked, token_ids, k, start)
@@ -266,13 +248,19 @@ class Requests:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
 
+    def _connection(self, client: Any, model: str) -> tuple[OpenAITransport, AskedTeacher]:
+        transport = OpenAITransport(client, self._thread)
+        if has_credentials(transport.base) and client.api_key not in ("", "EMPTY"):
+            of_url = f"The url of the teacher at {public_url(transport.base)}"
+            raise ValueError(two_credentials(of_url, "of its api_key_var"))
+        return transport, self._asked.setdefault((transport.base, model), AskedTeacher())
+
     async def meet(self, client: Any, model: str, tokenizer: Any) -> Facts:
         """Return what the server of a teacher with a tokenizer of its own says of itself.
 
         Once, its server is asked how it reads texts. One that cannot be asked passes.
         """
-        transport = OpenAITransport(client, self._thread)
-        asked = self._asked.setdefault((transport.base, model), Asked())
+        transport, asked = self._connection(client, model)
         if not asked.plugin.was_asked:
             await TeacherClient(transport, model, asked.plugin).discover()
         if asked.plugin.facts is None:
@@ -283,7 +271,7 @@ class Requests:
             )
         if asked.tokenizer is not tokenizer:
             asked.tokenizer = tokenizer  # others need not ask it as well
-            server = TokenServer(transport, model)
+            server = OpenAITokenizer(transport, model)
             whose = f"the tokenizer that {TOKENIZERS_KEY} names for {model!r}"
             remedy = "name the tokenizer of the model that it serves"
             try:
@@ -292,26 +280,25 @@ class Requests:
                 raise InvalidAnswer(f"{transport.origin}: {error}") from None
         return asked.plugin.facts
 
-    async def _compare(self, transport: OpenAITransport, model: str, asked: Asked) -> None:
+    async def _compare(self, transport: OpenAITransport, model: str, asked: AskedTeacher) -> None:
         """Compare a server with the student, once, before it scores."""
         async with asked.meeting:
             if asked.met:
                 return
-            server = TokenServer(transport, model)
-            await asyncio.to_thread(
-                meeting.compare, transport.origin, server, lambda: server.window
-            )
+            server = OpenAITokenizer(transport, model)
+            compare = meeting.compare_with_student
+            await asyncio.to_thread(compare, transport.origin, server, lambda: server.window)
             asked.met = True
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, computed where responses are read, off the event loop."""
-        return await in_thread(self._thread, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _watch(
         self,
         transport: OpenAITransport,
         model: str,
-        asked: Asked,
+        asked: AskedTeacher,
         token_ids: Sequence[int],
         scores: Scores,
     ) -> None:
@@ -338,7 +325,7 @@ class Requests:
         self,
         transport: OpenAITransport,
         model: str,
-        asked: Asked,
+        asked: AskedTeacher,
         token_ids: Sequence[int],
         k: int,
         start: int = 1,
@@ -352,20 +339,15 @@ class Requests:
             if not known.was_asked:
                 await teacher.discover()
             sequence = whole_sequence(token_ids, known.vocab_size, start)
-            if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
-                self._say_of_padding(transport.origin, known)
+            lacks = sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]
+            if lacks and not asked.lacks_ids and (size := known.vocab_size) is not None:
+                asked.lacks_ids = True
+                log(
+                    f"{transport.origin} has an output head of {size} ids, and the student sampled "
+                    f"padding beyond them: its log-prob counts as {LOG_FLOOR:.1f}, and the teacher "
+                    f"reads id {size - 1} in its place"
+                )
             before = transport.retries
             scores = await teacher.score(sequence, k=k)
             asked.retried += transport.retries - before
             return scores
-
-    def _say_of_padding(self, origin: str, known: Known) -> None:
-        """Log once per teacher that the student samples ids which the teacher lacks."""
-        size = known.vocab_size
-        if size is not None and origin not in self._told_of_padding:
-            self._told_of_padding.add(origin)
-            log(
-                f"{origin} has an output head of {size} ids, and the student sampled padding "
-                f"beyond them: its log-prob counts as {LOG_FLOOR:.1f}, and the teacher reads id "
-                f"{size - 1} in its place"
-            )

@@ -13,7 +13,7 @@ from prime_composer.upstream.versions.toml_shapes import HINT_KEYS
 SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
 
-def with_hints(score: Any) -> Any:
+def with_two_hints(score: Any) -> Any:
     """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
 
     They are written to ``info`` of the rollout, where upstream reads its hint: 559b4477

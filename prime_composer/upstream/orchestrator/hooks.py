@@ -7,6 +7,10 @@ the place of scores.
 Where rewards train the tokens that a teacher scores, the distilling algorithms assign GRPO's
 advantages, and stamp_loss_routing sends their tokens to the rl loss.
 
+A hook that prime-rl goes past ends the run in the trainer, which lacks a support or a mark then.
+What no trainer can see is judged here: the request, a sample without scores, and the stamp of
+rewards beside a teacher.
+
 The settings are read when a score is asked for, never at import: the launcher loads some of these
 modules too, before it has read its config.
 """
@@ -16,7 +20,8 @@ import importlib
 import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
@@ -26,43 +31,53 @@ from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.orchestrator.hints import (
     SIBLING,
     traces_of,
-    with_hints,
     with_siblings,
+    with_two_hints,
 )
-from prime_composer.upstream.orchestrator.own_prompt import scored_by_prompt
-from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
-from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
-from prime_composer.upstream.tally import DOCTOR, Tally
+from prime_composer.upstream.orchestrator.messages import scored_by_prompt, scored_by_tokenizer
+from prime_composer.upstream.orchestrator.mixture import score_by_each
+from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
+from prime_composer.upstream.teachers import header_entries, read_entries
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import located, take
+from prime_composer.upstream.versions.toml_shapes import HEADER
 
 REQUESTS = Requests()
 
 T = TypeVar("T")
 
-REQUEST, SUPPORT, SAMPLES, STAMP = "request for scores", "support", "samples", "loss routing"
-"""Names of the orchestrator's hooks in a ``Tally``."""
 
-MADE = Tally()
-"""The samples that this process has made, and the hooks that ran on them.
-
-prime-rl finalizes one group after the other: the samples of one are made and stamped before the
-next one is scored.
-"""
-
-
-class Scoring(NamedTuple):
+@dataclass
+class Scoring:
     """One episode that a distilling algorithm scores."""
 
     frozen: bool  # a frozen teacher scores, and not the live policy (opsd)
-    tally: Tally  # the hooks that ran on it
     traces: Sequence[Any] = ()  # the rollouts that train, with their messages
+    asked: bool = False  # by our request
+
+
+@dataclass
+class Made:
+    """The samples with scores that this process has made, and those that it has stamped.
+
+    prime-rl finalizes one group after the other: the samples of one are made and stamped before the
+    next one is scored.
+    """
+
+    samples: int = 0
+    stamps: int = 0
 
 
 SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 """What is scored here: a task that scores one of its sequences has it too."""
 
-MISSED = f"this prime-rl does it in another way. {DOCTOR}"
+MADE = Made()
+
+
+def silent(what: str) -> SilentHook:
+    """Return the error for what this prime-rl has done without our hook."""
+    return SilentHook(f"prime_composer: {what}: this prime-rl does it in another way. {DOCTOR}")
 
 
 def _settings() -> AdapterSettings:
@@ -85,52 +100,30 @@ def hook_client(module: Any) -> None:
         if any(value is not None for value in more.values()):
             return await original(openai, model, token_ids, **more)  # something else is asked
         launches.judge_trainer()
-        k = _settings().support_size()
-        header = openai.default_headers.get(HEADER)
-        scoring = SCORING.get()
-        frozen = scoring is not None and scoring.frozen
-        ran(REQUEST)
-        if _settings().trainer_asks and (header is not None or frozen):
+        settings, scoring, header = _settings(), SCORING.get(), openai.default_headers.get(HEADER)
+        k = settings.support_size()
+        frozen = header is not None
+        if scoring is not None:
+            scoring.asked = True
+            frozen |= scoring.frozen
+        if settings.trainer_asks and frozen:
             return marked(wire.unscored(len(token_ids)))
-        tokenizers = _settings().teacher_tokenizers or {}
-        directory = tokenizers.get(model)
-        if header is not None and tokenizers:
-            raise ValueError(
-                f"{TOKENIZERS_KEY}: a teacher with a tokenizer of its own has ids without a "
-                "probability, which are missing from a mixture: route each environment to one "
-                "teacher."
-            )
-        if scoring is not None and frozen and directory is not None:
-            return marked(await said(by_turns(openai, model, directory, token_ids, scoring)))
 
         async def score(client: Any, name: str) -> Scores:
-            fixed = frozen or header is not None
-            if fixed and scoring is not None and name in (_settings().teacher_prompts or {}):
+            if scoring is not None and frozen and name in (settings.teacher_tokenizers or {}):
+                assert header is None, "settings refuse a mixture of such teachers"
+                return await scored_by_tokenizer(REQUESTS, client, name, scoring.traces, token_ids)
+            if scoring is not None and frozen and name in (settings.teacher_prompts or {}):
                 return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
-            return await REQUESTS.score(client, name, token_ids, k, frozen=fixed)
+            return await REQUESTS.score(client, name, token_ids, k, frozen=frozen)
 
         if header is not None:
-            request = score_by_each(score, teachers_of(header), token_ids)
+            request = score_by_each(score, read_entries(header_entries(header)), token_ids)
         else:
             request = score(openai, model)
         return marked(wire.sent(await said(request)))
 
     module.prefill_logprobs = prefill_logprobs
-
-
-async def by_turns(
-    openai: Any, model: str, directory: str, token_ids: list[int], scoring: Scoring
-) -> wire.Sent:
-    """Return the scores of a branch by a teacher with a tokenizer of its own."""
-    from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
-
-    own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer, model)
-    facts = await REQUESTS.meet(openai, model, own.tokenizer)
-
-    def ask(reading: list[int], start: int, k: int) -> Awaitable[Scores]:
-        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True)
-
-    return await scored_branch(own, facts, scoring.traces, token_ids, ask, REQUESTS.compute)
 
 
 def hook_algorithm(module: Any) -> None:
@@ -148,7 +141,7 @@ def hook_algorithm(module: Any) -> None:
         capabilities.replace(groups, module, _as_grpo)
     score = take(capabilities.OPSD_SCORES, module)
     if score is not None:
-        capabilities.replace(capabilities.OPSD_SCORES, module, with_hints)
+        capabilities.replace(capabilities.OPSD_SCORES, module, with_two_hints)
         capabilities.replace(
             capabilities.OPSD_GROUP, module, functools.partial(with_siblings, score)
         )
@@ -167,7 +160,8 @@ def _as_grpo(score_group: Any) -> Any:
         if _settings().rewards is None:
             await score_group(self, group, *args, **more)
             return
-        MADE.judge()
+        if MADE.samples and not MADE.stamps:
+            raise silent("stamp_loss_routing did not run on samples that a teacher scored")
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
         for needed in (capabilities.GRPO_CONFIG, capabilities.GRPO_GROUP):
             take(needed, grpo)
@@ -180,43 +174,21 @@ def _as_grpo(score_group: Any) -> Any:
 
 
 def _judged(score: Any, frozen: bool) -> Any:
-    """Let a scoring method end the run if it scored what trains without our hooks."""
+    """Let a scoring method end the run if it asked for what trains without our request."""
 
     @functools.wraps(score)
     async def judged(self: Any, episode: Any, *args: Any, **more: Any) -> None:
-        tally = Tally()
-        token = SCORING.set(Scoring(frozen, tally, traces_of([episode])))
+        scoring = Scoring(frozen, traces_of([episode]))
+        token = SCORING.set(scoring)
         try:
             await score(self, episode, *args, **more)
         finally:
             SCORING.reset(token)
-        settings = _settings()
-        if settings.loss is None:
-            return
-        scored = len(traces_of([episode]))
-        tally.expect(
-            REQUEST,
-            scored,
-            f"{type(self).__name__} has scored a rollout that trains, and not by prefill_logprobs: "
-            + MISSED,
-        )
-        tally.expect(
-            SUPPORT,
-            scored if settings.support_size() and not settings.trainer_asks else 0,
-            f"{type(self).__name__} has scored a rollout that trains, and kept the scores without "
-            f"the teacher's top-{settings.support_size()}, not by assign_reference_logprobs: "
-            + MISSED,
-        )
-        tally.judge()
+        if _settings().loss is not None and traces_of([episode]) and not scoring.asked:
+            name = type(self).__name__
+            raise silent(f"{name} has scored a rollout that trains, and not by prefill_logprobs")
 
     return judged
-
-
-def ran(hook: str) -> None:
-    """Note that a hook ran on what is scored here."""
-    scoring = SCORING.get()
-    if scoring is not None:
-        scoring.tally.called(hook)
 
 
 def hook_routing(module: Any) -> None:
@@ -236,7 +208,6 @@ def hook_routing(module: Any) -> None:
         original(branch, own, *args, **more)
         if not isinstance(values, wire.Sent) or not values.scores.k:
             return
-        ran(SUPPORT)
         payload = wire.pack(values.scores)
         start = 0
         for node in branch.nodes:
@@ -244,7 +215,7 @@ def hook_routing(module: Any) -> None:
             if node.routed_experts is None:
                 node.routed_experts = payload[start:end].copy()
             elif node.routed_experts.shape[1:] != payload.shape[1:]:
-                refuse_router_replay()
+                raise ValueError(wire.ROUTER_REPLAY)
             start = end
 
     module.assign_reference_logprobs = assign_reference_logprobs
@@ -258,7 +229,7 @@ def hook_stamps(module: Any) -> None:
     whose denominator is the number of trained tokens.
 
     A sample that no teacher has scored gets NaN in the place of its scores. prime-rl would pack it
-    as 0.0, which is a probability of 1.
+    as 0.0, which is a probability of 1. One of a distilling algorithm ends the run.
 
     Where the loss reads rewards, an advantage of 0 is sent as ``wire.NO_ADVANTAGE``: prime-rl takes
     tokens with an advantage of 0 out of the rl loss (559b4477 orchestrator/train_sink.py:36, later
@@ -271,18 +242,18 @@ def hook_stamps(module: Any) -> None:
 
     @functools.wraps(original)
     def stamp_loss_routing(sample: Any, action_loss_type: str, *args: Any, **more: Any) -> None:
-        rewards, distilled = _settings().rewards, action_loss_type == "ref_kl"
-        MADE.called(STAMP)
-        made = "A sample that a teacher has scored was not made by trace_to_samples: " + MISSED
-        MADE.expect(SAMPLES, int(distilled and _settings().loss is not None), made)
-        MADE.judge()
+        settings, distilled = _settings(), action_loss_type == "ref_kl"
+        rewards = settings.rewards
+        MADE.stamps += 1
+        if distilled and settings.loss is not None and sample.ref_logprobs is None:
+            raise silent("A sample of a distilling algorithm has no teacher's scores")
         kind = "rl" if rewards == "in_loss" and distilled else action_loss_type
         original(sample, kind, *args, **more)
         if rewards == "beside" and distilled:
             sample.rl_weights = None
         if rewards == "in_loss" and sample.ref_logprobs is None:
             sample.ref_logprobs = wire.unscored(len(sample.token_ids))
-        elif distilled and _settings().teacher_tokenizers:
+        elif distilled and settings.teacher_tokenizers:
             leave_out_unscored(sample)
         if rewards == "in_loss" and sample.advantages is not None:
             pairs = zip(sample.advantages, sample.mask, strict=True)
@@ -318,12 +289,10 @@ def hook_samples(module: Any) -> None:
         if getattr(trace, "info", {}).get(SIBLING, "") is None:
             return []  # no hint
         samples = original(*args, **kwargs)
-        MADE.called(SAMPLES)
         for sample in samples:
             if sample.ref_logprobs is not None:
                 sample.ref_logprobs = marked(sample.ref_logprobs)
-                stamped = "stamp_loss_routing did not run on samples that a teacher scored: "
-                MADE.expect(STAMP, int(_settings().rewards is not None), stamped + MISSED)
+                MADE.samples += 1
         return samples
 
     module.trace_to_samples = trace_to_samples
@@ -348,12 +317,3 @@ def marked(scores: list[float]) -> list[float]:
     if _settings().needs_orchestrator:
         scores[0] = wire.MARK
     return scores
-
-
-def refuse_router_replay() -> NoReturn:
-    """Raise the error for rollouts that already carry router-replay data."""
-    raise ValueError(
-        "The rollouts carry router-replay data in the field of the teacher's top-K support. Start "
-        "the inference server without enable_return_routed_experts, or use a loss without a "
-        "support (sampled_reverse_kl)."
-    )

@@ -17,6 +17,7 @@ from prime_composer.upstream import launches
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
+    FILE_KEY,
     PROMPTS_KEY,
     SECTION,
     SWITCH,
@@ -26,9 +27,9 @@ from prime_composer.upstream.settings import (
     split_table,
     wire_support_size,
 )
-from prime_composer.upstream.tally import DOCTOR, SilentHook, Tally
+from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
 from prime_composer.upstream.trainer.batches import (
-    MicroBatch,
+    PackedMicroBatch,
     Questions,
     TrackedBatches,
     distilled_of,
@@ -37,15 +38,10 @@ from prime_composer.upstream.trainer.batches import (
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
 from prime_composer.upstream.versions import capabilities
-from prime_composer.upstream.versions.records import (
-    LOSS_MODULE,
-    probe_contract,
-)
+from prime_composer.upstream.versions.records import LOSS_MODULE, probe_contract
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
-    from prime_composer.upstream.trainer.teachers import StepAnswers, Teachers
-
-LOSS, COMPUTE_LOSS, HEAD, FORWARD = "our loss", "compute_loss", "output head", "forward"  # Hooks
+    from prime_composer.upstream.trainer.questions import StepAnswers, TeacherConnections
 
 WITHOUT_BATCH = (
     "prime_composer: prime-rl computes a loss, and on no micro-batch that get_batch of "
@@ -62,7 +58,7 @@ class Shard(NamedTuple):
     group: Any  # process group of all shards of a sequence
 
 
-class Adapter:
+class TrainerAdapter:
     """State of the adapter in one trainer process.
 
     Two roads lead here. With the *whole-run adapter*, hooks on prime-rl's modules bring supports.
@@ -84,20 +80,20 @@ class Adapter:
         self.whole_run = False  # the hooks that bring supports are in place
         self.k = 0  # size of the registered loss's support, 0 for none
         self.loss: RegisteredLoss | None = None
-        self.micro_batch: MicroBatch | None = None  # the one in flight
+        self.micro_batch: PackedMicroBatch | None = None  # the one in flight
         self.shard: Shard | None = None  # this rank's; None without context parallelism
         self.model: Any = None  # prime-rl's, once it has run
         self.steps = 0  # batches that were asked for
         self.journal: Journal | None = None  # None for a loss without a state
-        self.tally = Tally()  # since the last batch came
-        self._micro_tally = self.tally
+        self.tokens: list[int] = []  # for the loss, of each micro-batch of the last batch
+        self.calls = 0  # of the loss, on the last batch
+        self._in_flight = 0, 0  # tokens of the micro-batch in flight, and calls before it
         self._batches = TrackedBatches((), self.begin)
         self._asked = False
         self._reported = False
         self._warned_of_temperature = False
-        self._teachers: Teachers | None = None
+        self._teachers: TeacherConnections | None = None
         self._answers: StepAnswers | None = None
-        self._tokens: list[int] = []
 
     def register(
         self, table: Mapping[str, Any], section: str = SECTION, in_file: bool = False
@@ -121,26 +117,18 @@ class Adapter:
             self.settings is not None and self.settings.needs_orchestrator
         )
         config = parse_loss_table(own_table, section)
-        if self.loss is not None and self.loss.objective.config != config:
+        assert self.loss is None or self.loss.objective.config == config, "two losses"
+        of_adapter = {
+            'asked_by = "trainer"': in_file_too.get("asked_by") == "trainer",
+            TOKENIZERS_KEY: TOKENIZERS_KEY in in_file_too,
+            PROMPTS_KEY: PROMPTS_KEY in in_file_too,
+            f"{FILE_KEY} = true": mixed,
+        }
+        lost = [key for key, is_set in of_adapter.items() if is_set and not self.whole_run]
+        if lost:
             raise ValueError(
-                f"Two losses for one trainer: {self.loss.objective.config!r} is registered "
-                f"already, and [{section}] has {config!r}. Keep one of {SWITCH} and [trainer.loss]."
-            )
-        if in_file_too.get("asked_by") == "trainer" and not self.whole_run:
-            raise ValueError(
-                f'[{section}] asked_by = "trainer" is a setting of the adapter. {START_ADAPTER}'
-            )
-        for key in (TOKENIZERS_KEY, PROMPTS_KEY):
-            if in_file_too.get(key) and not self.whole_run:
-                raise ValueError(
-                    f"[{section}] {key} is a setting of the adapter, and without it prime-rl "
-                    f"would ask the teacher for the student's token ids. {START_ADAPTER}"
-                )
-        if mixed and not self.whole_run:
-            raise ValueError(
-                f"[{section}] adapter = true: this run's teachers are mixed or routed by the "
-                "adapter, and without it prime-rl would ask one of them for all. "
-                f"{START_ADAPTER}"
+                f"[{section}] {lost[0]} is a setting of the adapter, and without it prime-rl would "
+                f"ask one teacher for all, in the student's tokens. {START_ADAPTER}"
             )
         registered = self.loss
         bound = registered is not None and (
@@ -158,7 +146,7 @@ class Adapter:
             setup_loss_fn(config, section),
             contract,
             module.LossOutputs,
-            functools.partial(self.called, LOSS),
+            self.called,
             self.aligned if self.whole_run else None,
             in_file,
             mixed,
@@ -186,7 +174,7 @@ class Adapter:
         if self._asked:
             return
         self._asked = True
-        self.tally.judge()
+        self._judge(sum(self.tokens), self.calls)
         if self.loss is not None:
             if self.steps > 0:
                 self.loss.objective.end_step()
@@ -205,11 +193,10 @@ class Adapter:
         """
         self._asked = False
         self._batches = TrackedBatches(batches, self.begin)
-        self._micro_tally = self.tally = Tally()
+        self.tokens, self.calls, self._in_flight = [], 0, (0, 0)
         if self.loss is not None:
             launches.mark(launches.TRAINER + os.environ.get("RANK", "0"))
-            self._tokens = self.loss.batch_came(batches, self.steps)
-            self._expect(self.tally, sum(self._tokens))
+            self.tokens = self.loss.batch_came(batches, self.steps)
             atexit.unregister(judge_at_exit)
             atexit.register(judge_at_exit)
             if self.k or self.loss.objective.config.reads_hidden_states:
@@ -218,46 +205,47 @@ class Adapter:
             self._ask_teachers(batches)
         return self._batches
 
-    def _expect(self, tally: Tally, tokens: int) -> None:
-        assert self.loss is not None
+    def _judge(self, tokens: int, calls: int) -> None:
+        """Check that the loss was called, where some tokens are for it."""
+        if self.loss is None or not tokens or calls:
+            return
         where = "as the loss of [trainer.loss]"
         if self.loss.distils:
             where = f"in the place of {LOSS_MODULE}.{self.loss.contract.slot}"
-        tally.expect(
-            LOSS,
-            tokens,
-            f"{self.loss.label}: {tokens} tokens of this rank's batch {self.steps} are for this "
-            "loss, and prime-rl has not called it: another loss was computed, or none. The loss is "
-            f"registered {where}, and this prime-rl takes its loss from elsewhere. Do not use what "
-            f"this run has trained. {DOCTOR}",
+        raise SilentHook(
+            f"prime_composer: {self.loss.label}: {tokens} tokens of this rank's batch {self.steps} "
+            "are for this loss, and prime-rl has not called it: another loss was computed, or "
+            f"none. The loss is registered {where}, and this prime-rl takes its loss from "
+            f"elsewhere. Do not use what this run has trained. {DOCTOR}"
         )
 
-    def called(self, hook: str) -> None:
-        """Note that a hook ran."""
-        self._micro_tally.called(hook)
+    def called(self) -> None:
+        """Note a call of the loss."""
+        self.calls += 1
 
     def judge_micro_batch(self) -> None:
         """Check, after its ``compute_loss``, that the micro-batch in flight reached the loss."""
-        self._micro_tally.judge()
-        tally = self.tally
-        if self.loss is not None and not self._reported and tally.calls[LOSS] and tally.meant[LOSS]:
+        tokens, before = self._in_flight
+        self._judge(tokens, self.calls - before)
+        every = sum(self.tokens)
+        if self.loss is not None and not self._reported and self.calls and every:
             self._reported = True
             log(
                 f"{self.loss.objective.config.type} was called for the first time, in step "
-                f"{self.steps}, which has {tally.meant[LOSS]} tokens for it on this rank"
+                f"{self.steps}, which has {every} tokens for it on this rank"
             )
 
     def judge_last_batch(self) -> None:
         """Check the last batch, unless an error ended its step before it had trained."""
         if not self._asked and self._batches.trained:
-            self.tally.judge()
+            self._judge(sum(self.tokens), self.calls)
 
     def _ask_teachers(self, batches: Sequence[dict[str, Any]]) -> None:
         hidden = self.loss is not None and self.loss.objective.config.reads_hidden_states
         asks = hidden or (self.settings is not None and self.settings.trainer_asks)
         if not self.whole_run or self.loss is None or not self.loss.compares or not asks:
             return
-        from prime_composer.upstream.trainer.teachers import StepAnswers, wanted_of
+        from prime_composer.upstream.trainer.questions import StepAnswers, wanted_of
 
         self._teachers = self._teachers or self._open_teachers(hidden)
         entries, on_rl_tokens = self._teachers.entries, self._on_rl_tokens
@@ -269,8 +257,8 @@ class Adapter:
             ],
         )
 
-    def _open_teachers(self, hidden: bool) -> "Teachers":
-        from prime_composer.upstream.trainer.teachers import Teachers
+    def _open_teachers(self, hidden: bool) -> "TeacherConnections":
+        from prime_composer.upstream.trainer.questions import TeacherConnections
 
         settings = self.settings or AdapterSettings()
         if settings.teachers is None:
@@ -280,7 +268,7 @@ class Adapter:
                 "launcher `rl` fills them in. Where processes are started one by one, add "
                 f"{example} to the JSON object: {EXAMPLE}"
             )
-        return Teachers(settings.teachers, self.k, hidden, settings.head_on or "device")
+        return TeacherConnections(settings.teachers, self.k, hidden, settings.head_on or "device")
 
     @property
     def _on_rl_tokens(self) -> bool:
@@ -288,20 +276,21 @@ class Adapter:
 
     def begin(self, tensors: dict[str, Any] | None) -> None:
         """Set the micro-batch in flight; None where a loop over them has ended."""
-        self._micro_tally = self.tally
+        self._in_flight = 0, self.calls
         if tensors is None:
             self.micro_batch = None
             return
         number = None if self.loss is None else self._batches.number_of(tensors)
         if number is not None:
-            self._micro_tally = Tally(self.tally)
-            self._expect(self._micro_tally, self._tokens[number])
+            self._in_flight = self.tokens[number], self.calls
         questions = None
         if self._answers is not None and self._teachers is not None and number is not None:
             take = self._answers.take
             questions = Questions(self._teachers, lambda: take(number))
         stop_ids = () if self.loss is None else self.loss.objective.config.stop_ids
-        self.micro_batch = MicroBatch(tensors, self.k, self._on_rl_tokens, questions, stop_ids)
+        self.micro_batch = PackedMicroBatch(
+            tensors, self.k, self._on_rl_tokens, questions, stop_ids
+        )
 
     def warn_of_temperature(self) -> None:
         """Say once that rollouts were sampled at a temperature at which the teacher is not."""
@@ -322,27 +311,25 @@ class Adapter:
         )
 
     def aligned(self, trainer_logprobs: Tensor) -> dict[str, Any]:
-        """Return our fields of a sequence of the micro-batch in flight (``MicroBatch.aligned``)."""
-        if self.micro_batch is not None:
-            return self.micro_batch.aligned(trainer_logprobs, self.model)
-        if self.steps > 0 and self.k:
-            raise SilentHook(WITHOUT_BATCH)
-        return {}
+        """Return our fields of a sequence of the micro-batch in flight, where there is one."""
+        if self.micro_batch is None:
+            return {}
+        return self.micro_batch.aligned(trainer_logprobs, self.model)
 
     def check_batch(self) -> None:
         """Check, where no micro-batch is in flight, that no train loop calls ``compute_loss``."""
         trains = self.model is not None or not self.whole_run
-        if self.loss is not None and self.steps == 0 and trains:
+        if self.loss is not None and (self.k or self.steps == 0) and trains:
             raise SilentHook(WITHOUT_BATCH)
 
 
 @functools.cache
-def adapter() -> Adapter:
-    """Return the one adapter of this process; ``adapter.cache_clear()`` forgets it.
+def trainer_adapter() -> TrainerAdapter:
+    """Return the one adapter of this process; ``trainer_adapter.cache_clear()`` forgets it.
 
     Functions that ``register`` replaced stay as they are.
     """
-    return Adapter(AdapterSettings.from_env())
+    return TrainerAdapter(AdapterSettings.from_env())
 
 
 def judge_at_exit() -> None:
@@ -351,7 +338,7 @@ def judge_at_exit() -> None:
     An exit function cannot change the exit status by raising.
     """
     try:
-        adapter().judge_last_batch()
+        trainer_adapter().judge_last_batch()
     except SilentHook as error:
         log(str(error).removeprefix("prime_composer: "), level="error")
         sys.stdout.flush()

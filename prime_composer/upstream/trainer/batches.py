@@ -14,13 +14,13 @@ from prime_composer.full_vocabulary import compare
 from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
-from prime_composer.upstream.tally import DOCTOR, SilentHook
+from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.versions.capabilities import HEADS
 from prime_composer.upstream.wire import unpack
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
-    from prime_composer.upstream.trainer.teachers import Teachers
+    from prime_composer.upstream.trainer.questions import TeacherConnections
 
 # Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
 # TODO(prime-rl): the second is of d09488d5, which was not merged; remove it with its tests.
@@ -30,11 +30,11 @@ SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
 class Questions(NamedTuple):
     """The answers that the trainer itself asked for, of one micro-batch."""
 
-    teachers: "Teachers"  # who was asked
+    teachers: "TeacherConnections"  # who was asked
     wait: Callable[[], list[Scores]]  # waits, once; places are those in the packed micro-batch
 
 
-class MicroBatch:
+class PackedMicroBatch:
     """One packed micro-batch.
 
     Everything but ``student`` is on the CPU, where prime-rl's data loader makes it, and is computed
@@ -208,7 +208,7 @@ class MicroBatch:
         if not answers:  # none of its tokens trains, so that anything may be compared
             detached = replace(student, hidden=before.detach(), weight=student.weight.detach())
             return TwoHeads(student, (detached,))
-        from prime_composer.upstream.trainer.teachers import two_heads_of
+        from prime_composer.upstream.trainer.questions import two_heads_of
 
         return two_heads_of(answers[0], part, self.input_ids, student, self.questions.teachers)
 
@@ -281,11 +281,9 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
     for name in SAMPLING_MASKS:
         if given.get(name) is not None:
             raise ValueError(
-                f"The batch carries {name}: the rollouts were sampled with top_p or top_k, and "
-                "prime-rl's trainer renormalizes its log-probs over the ids that were kept. The "
-                "teacher's log-probs are over the whole vocabulary, so that the loss would compare "
-                "two kinds of distributions. Set top_p = 1 and no top_k in "
-                "[orchestrator.train.sampling] and each environment's."
+                f"The batch carries {name}: prime-rl's trainer renormalizes its log-probs over the "
+                "ids that sampling kept, and the teacher's are over the whole vocabulary. Set "
+                "top_p = 1 and no top_k in [orchestrator.train.sampling] and each environment's."
             )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from prime_composer.contract import Logits
 from prime_composer.losses.shared.stops import refuse_beyond
-from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
-from prime_composer.upstream.trainer.batches import MicroBatch, refuse_sampling_mask
-from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
+from prime_composer.upstream.trainer.adapter import Shard, TrainerAdapter, trainer_adapter
+from prime_composer.upstream.trainer.batches import PackedMicroBatch, refuse_sampling_mask
+from prime_composer.upstream.trainer.logits import SupportRows, folded, support_logits, support_rows
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import UnknownSurface
 
@@ -41,12 +41,11 @@ def _beside(original: Any, fused: bool) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = names.bind(self, *args, **kwargs).arguments
         labels, temperature = given.get("labels"), given.get("temperature")
-        state = adapter()
+        state = trainer_adapter()
         batch = state.micro_batch
         run = functools.partial(original, self, *args, **kwargs)
         if batch is None or labels is None or temperature is None:
             return run()
-        state.called(HEAD)
         hidden_states = given["hidden_states"]
         if batch.support is not None or batch.reads_hidden_states:
             refuse_sampling_mask(given)
@@ -65,8 +64,8 @@ def _beside(original: Any, fused: bool) -> Any:
     def with_support(
         self: Any,
         run: Callable[[], Any],
-        state: Adapter,
-        batch: MicroBatch,
+        state: TrainerAdapter,
+        batch: PackedMicroBatch,
         hidden_states: Tensor,
         labels: Tensor,
         temperature: Tensor,
@@ -101,22 +100,19 @@ def _beside(original: Any, fused: bool) -> Any:
 
 
 def _rows(
-    state: Adapter,
-    batch: MicroBatch,
+    state: TrainerAdapter,
+    batch: PackedMicroBatch,
     hidden_states: Tensor,
     labels: Tensor,
     temperature: Tensor | None,  # of each position of the head, [n]; None for the batch's own
     vocab_size: int,
-) -> Rows | None:
+) -> SupportRows | None:
     """Return the rows to compute, in the head's frame; under context parallelism this rank's.
 
     Position j of the head predicts token j + 1, at the temperature of position j.
     """
     assert batch.support is not None
-    if hidden_states.shape[0] != 1:
-        raise ValueError(
-            f"prime-rl packs one sequence row per micro-batch; got {hidden_states.shape[0]}."
-        )
+    assert hidden_states.shape[0] == 1, "prime-rl packs one row per micro-batch"
     length = batch.input_ids.shape[0]
     # The entry of an id that the head lacks is replaced, whichever row is read for it.
     ids = torch.roll(batch.support.token_ids.clamp(0, vocab_size - 1), -1, 0)
@@ -130,16 +126,16 @@ def _rows(
         ids, scored = ids.chunk(size)[rank], scored.chunk(size)[rank]
         if temperatures is not None and temperature is None:
             temperatures = temperatures.chunk(size)[rank]
-    return rows_of(ids, labels, scored, temperatures)
+    return support_rows(ids, labels, scored, temperatures)
 
 
-def _whole(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
+def _whole(state: TrainerAdapter, batch: PackedMicroBatch, local: Tensor) -> Tensor:
     """Return support logits by token, of all ranks, shifted right as prime-rl's log-probs are."""
     whole = _gathered(state, batch, local)
     return torch.cat([whole.new_zeros((1, whole.shape[1])), whole[:-1]])
 
 
-def _gathered(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
+def _gathered(state: TrainerAdapter, batch: PackedMicroBatch, local: Tensor) -> Tensor:
     """Return the rows of all context-parallel ranks, [n, columns]."""
     length = batch.input_ids.shape[0]
     if local.shape[0] == length:
@@ -153,7 +149,7 @@ def _gathered(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
     return torch.cat(all_gather(local.contiguous(), group=group))
 
 
-def _shard(state: Adapter, tokens: int, length: int) -> Shard:
+def _shard(state: TrainerAdapter, tokens: int, length: int) -> Shard:
     """Return this rank's shard, of which the head sees ``tokens`` of ``length``."""
     if state.shard is None:
         raise UnknownSurface(
@@ -163,7 +159,7 @@ def _shard(state: Adapter, tokens: int, length: int) -> Shard:
     return state.shard
 
 
-def gather_head(state: Adapter) -> None:
+def gather_head(state: TrainerAdapter) -> None:
     """Let FSDP gather the head's weight again, for the loss, where it has freed it.
 
     It frees the parameters of its root, which a head that is tied to the embeddings belongs to.

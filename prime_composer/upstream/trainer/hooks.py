@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Shard, adapter
+from prime_composer.upstream.trainer.adapter import Shard, trainer_adapter
 from prime_composer.upstream.trainer.head import gather_head
 from prime_composer.upstream.versions import capabilities
 
@@ -24,10 +24,10 @@ def hook_loss(module: Any) -> None:
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
     capabilities.replace(capabilities.COMPUTE_LOSS, module, placed)
-    adapter().whole_run = True
-    settings = adapter().settings
+    trainer_adapter().whole_run = True
+    settings = trainer_adapter().settings
     if settings is not None and settings.loss is not None:
-        adapter().register(settings.loss)
+        trainer_adapter().register(settings.loss)
 
 
 def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,18 +35,17 @@ def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compute_loss)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        adapter().called(COMPUTE_LOSS)
-        batch = adapter().micro_batch
+        batch = trainer_adapter().micro_batch
         if batch is None:
-            adapter().check_batch()
+            trainer_adapter().check_batch()
             return compute_loss(*args, **kwargs)
         batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
-        gather_head(adapter())
+        gather_head(trainer_adapter())
         try:
             out = compute_loss(*args, **kwargs)
         finally:
             batch.place(())
-        adapter().judge_micro_batch()
+        trainer_adapter().judge_micro_batch()
         return out
 
     return compute
@@ -61,7 +60,7 @@ def hook_data(module: Any) -> None:
     """
     if getattr(module.DataLoader.get_batch, "of_prime_composer", False):
         return
-    waited = _noted(lambda _: adapter().ask_for_batch())
+    waited = _noted(lambda _: trainer_adapter().ask_for_batch())
     capabilities.replace(capabilities.GET_BATCH, module, _tracked)
     capabilities.replace(capabilities.WAIT_FOR_BATCH, module, waited)
     capabilities.replace(capabilities.LOADER_INIT, module, _noted(_open_journal))
@@ -73,8 +72,8 @@ def hook_data(module: Any) -> None:
 def _tracked(get_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_batch)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        adapter().ask_for_batch()
-        return adapter().batch_came(get_batch(*args, **kwargs))
+        trainer_adapter().ask_for_batch()
+        return trainer_adapter().batch_came(get_batch(*args, **kwargs))
 
     tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
     return tracked
@@ -99,7 +98,7 @@ def _noted(note: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., An
 
 
 def _open_journal(given: dict[str, Any]) -> None:
-    adapter().open_journal(Path(given["output_dir"]), given["start_step"])
+    trainer_adapter().open_journal(Path(given["output_dir"]), given["start_step"])
 
 
 def hook_model(module: Any) -> None:
@@ -109,8 +108,7 @@ def hook_model(module: Any) -> None:
     """
 
     def note(given: dict[str, Any]) -> None:
-        adapter().model = given["model"]
-        adapter().called(FORWARD)
+        trainer_adapter().model = given["model"]
 
     capabilities.replace(capabilities.FORWARD, module, _noted(note))
 
@@ -122,6 +120,6 @@ def hook_context_parallel(module: Any) -> None:
     """
 
     def note(given: dict[str, Any]) -> None:
-        adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
+        trainer_adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
 
     capabilities.replace(capabilities.CONTEXT_PARALLEL, module, _noted(note))

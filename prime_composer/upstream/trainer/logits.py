@@ -37,7 +37,7 @@ def gathered(device: torch.device) -> int:
     return 1 << 20 if device.type == "cpu" else 1 << 24
 
 
-class Rows:
+class SupportRows:
     """The positions that take part, and what their backward adds to the weight's gradient."""
 
     def __init__(
@@ -49,7 +49,9 @@ class Rows:
         self.ids = ids  # support ids and, last, the label of each row, [n, K + 1]
         self.index = index  # position of each row in the hidden states, [n]
         self.inv_temperature = inv_temperature  # 1 / T of each row, [n]
-        self.hidden: Tensor | None = None  # [n, d], between ``Logits``' backward and ``Fold``'s
+        self.hidden: Tensor | None = (
+            None  # [n, d], between ``LogitDifferences``' backward and ``Fold``'s
+        )
         self.grad_logits: Tensor | None = None  # of the rows' logits, [n, K + 1], likewise
 
     def add_to(self, grad: Float[Tensor, "v d"]) -> None:
@@ -83,13 +85,13 @@ class Rows:
 class Fold(torch.autograd.Function):
     """Returns the weight; its backward adds the rows' part to the head's gradient of the weight.
 
-    The second output is an order token. ``Logits`` takes it as an input, so autograd runs this node
-    after both the head and ``Logits``. The gradient is changed in place: it is the new tensor that
-    the head's backward has just made.
+    The second output is an order token. ``LogitDifferences`` takes it as an input, so autograd runs
+    this node after both the head and that one. The gradient is changed in place: it is the new
+    tensor that the head's backward has just made.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, weight: Tensor, rows: SupportRows) -> tuple[Tensor, Tensor]:
         ctx.rows = rows
         return weight.view_as(weight), weight.new_zeros(())
 
@@ -100,7 +102,7 @@ class Fold(torch.autograd.Function):
         return grad, None
 
 
-def folded(weight: Float[Tensor, "v d"], rows: Rows) -> tuple[Tensor, Tensor]:
+def folded(weight: Float[Tensor, "v d"], rows: SupportRows) -> tuple[Tensor, Tensor]:
     """Return the weight for prime-rl's head, and the order token for ``support_logits``."""
     through, token = Fold.apply(weight, rows)
     # torch.nn.Parameter's isinstance check reads this. prime-rl's activation offloading (559b4477,
@@ -110,12 +112,17 @@ def folded(weight: Float[Tensor, "v d"], rows: Rows) -> tuple[Tensor, Tensor]:
     return through, token
 
 
-class Logits(torch.autograd.Function):
+class LogitDifferences(torch.autograd.Function):
     """Computes z_id - z_label of the rows that take part, [n, K]; 0 elsewhere."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, token: Tensor, weight: Tensor, rows: Rows, softcap: float | None
+        ctx: Any,
+        hidden: Tensor,
+        token: Tensor,
+        weight: Tensor,
+        rows: SupportRows,
+        softcap: float | None,
     ) -> Tensor:
         h = hidden[rows.index]
         k = rows.ids.shape[1] - 1
@@ -174,12 +181,12 @@ def _blocks(ids: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, ids.shape[0], step)]
 
 
-def rows_of(
+def support_rows(
     ids: Int[Tensor, "seq k"],
     labels: Int[Tensor, " seq"],
     scored: Bool[Tensor, " seq"],
     temperature: Float[Tensor, " seq"] | None,
-) -> Rows | None:
+) -> SupportRows | None:
     """Return the rows where ``scored`` is True, on the device of ``labels``; None without any.
 
     Ids and ``scored`` on the CPU cost the accelerator no synchronization.
@@ -195,14 +202,14 @@ def rows_of(
         inv_temperature = torch.ones(index.shape[0], device=device)
     else:
         inv_temperature = 1.0 / temperature.to(device)[index]
-    return Rows(with_label, index, inv_temperature)
+    return SupportRows(with_label, index, inv_temperature)
 
 
 def support_logits(
     hidden: Float[Tensor, "seq d"],
     token: Tensor,
     weight: Float[Tensor, "v d"],
-    rows: Rows,
+    rows: SupportRows,
     softcap: float | None = None,
 ) -> Float[Tensor, "seq k"]:
     """Return student logits at the support minus the label's, [seq, K]; 0 outside ``rows``.
@@ -210,4 +217,4 @@ def support_logits(
     The gradient reaches ``hidden``, and the weight's rows through the ``Fold`` that made ``token``.
     Ids have to be in the vocabulary.
     """
-    return Logits.apply(hidden, token, weight.detach(), rows, softcap)
+    return LogitDifferences.apply(hidden, token, weight.detach(), rows, softcap)

@@ -153,37 +153,16 @@ class VllmServer(Logged):
         self.log = Path(log)
         self.port, self.inner = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        command = [
-            python,
-            "-m",
-            "prime_composer.backends.vllm_serve",
-            "--model",
-            str(model),
-            "--port",
-            str(self.inner),
-        ]
-        command += [
-            "--dtype",
-            "bfloat16",
-            "--max-model-len",
-            "256",
-            "--max-logprobs",
-            "32",
-        ]
-        command += [
-            "--enable-scale-out",
-            "--kv-cache-memory-bytes",
-            str(64 * 2**20),
-            "--max-num-seqs",
-            "8",
-        ]
-        command += ["--logprobs-mode", "processed_logprobs", "--return-tokens-as-token-ids"]
+        options = (
+            f"--model {model} --port {self.inner} --dtype bfloat16 --max-model-len 256 "
+            f"--max-logprobs 32 --enable-scale-out --kv-cache-memory-bytes {64 * 2**20} "
+            "--max-num-seqs 8 --logprobs-mode processed_logprobs --return-tokens-as-token-ids"
+        )
+        command = [python, "-m", "prime_composer.backends.vllm_serve", *options.split()]
         env = without_adapter() | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": core,
             "VLLM_NO_USAGE_STATS": "1",
-        }
-        env |= {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",

@@ -1,10 +1,11 @@
 """Compute the reverse KL over the whole vocabulary in float64, step by step.
 
-usage: reference_full.py STUDENT STEPS.json
+usage: reference_full.py STUDENT STEPS.json STOPS.json
 
 Imports nothing of this package. STUDENT is the folder of a model. STEPS is a list of {"weights":
 folder of the student's weights in that step or null for its own, "rollouts": list of {"tokens",
-"prompt": its length, "teachers": {folder: its weight}}}. Prints JSON:
+"prompt": its length, "teachers": {folder: its weight}}}. STOPS is a list of ids, which are one
+outcome. Prints JSON:
 
     steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
                 of each rollout
@@ -24,18 +25,25 @@ from adapters import pairs, scale_of  # beside this program
 from reference_model import load
 
 
-def distribution(model, tokens):
-    return torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+def distribution(model, tokens, stops):
+    p = torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+    if not stops:
+        return p
+    others = [v for v in range(p.shape[1]) if v not in stops]
+    return torch.cat([p[:, others], p[:, stops].sum(-1, keepdim=True)], dim=1)
 
 
-def divergences(model, teachers, rollouts):
+def divergences(model, teachers, rollouts, stops):
     """Return the KL of each completion token, one tensor per rollout."""
     parts = []
     for rollout in rollouts:
         tokens, prompt = rollout["tokens"], rollout["prompt"]
-        p = distribution(model, tokens)
+        p = distribution(model, tokens, stops)
         with torch.no_grad():
-            q = sum(w * distribution(teachers[f], tokens) for f, w in rollout["teachers"].items())
+            q = sum(
+                weight * distribution(teachers[folder], tokens, stops)
+                for folder, weight in rollout["teachers"].items()
+            )
         parts.append((p * (p.log() - q.log())).sum(-1)[prompt - 1 : -1])
     return parts
 
@@ -74,14 +82,14 @@ def agreement(before, student, weights):
     return shares
 
 
-def main(student, steps):
-    steps = json.loads(Path(steps).read_text())
+def main(student, steps, stops):
+    steps, stops = (json.loads(Path(file).read_text()) for file in (steps, stops))
     folders = {f for step in steps for r in step["rollouts"] for f in r["teachers"]}
     teachers = {folder: load(folder) for folder in folders}
     results, first = [], None
     for step in steps:
         model = load(student, step["weights"])
-        parts = divergences(model, teachers, step["rollouts"])
+        parts = divergences(model, teachers, step["rollouts"], stops)
         mean = torch.cat(parts).mean()
         if first is None:
             mean.backward()
@@ -94,4 +102,4 @@ def main(student, steps):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

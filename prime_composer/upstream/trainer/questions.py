@@ -121,7 +121,7 @@ class Frozen:
             self._known = KnownRequest(rollout, scores, share=SHARE_APART, sign=starts)
 
 
-class Teachers:
+class TeacherConnections:
     """Connections to the teachers' servers, and their output heads."""
 
     def __init__(self, entries: Entries, k: int, hidden: bool, head_on: str = "device"):
@@ -145,7 +145,7 @@ class Teachers:
                 api_key_var=teacher.api_key_var,
                 heads=cache_root() / "heads",
             )
-            meeting.compare(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
+            meeting.compare_with_student(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
             self._frozen[key] = Frozen(scorer, self.k, self.hidden)
@@ -206,7 +206,7 @@ def on_device(head: TeacherHead, device: torch.device) -> TeacherHead:
 class StepAnswers:
     """The answers for the micro-batches of one step, which are taken in order."""
 
-    teachers: Teachers
+    teachers: TeacherConnections
     wanted: Sequence[Sequence[Wanted]]
     _pending: dict[int, Callable[[], list[Scores]]] = field(default_factory=dict)
     _next: int = 0
@@ -263,7 +263,7 @@ def mixture_of(wanted: Wanted, parts: Sequence[Scores]) -> Scores:
 
 
 def two_heads_of(
-    scores: Scores, place: slice, token_ids: Tensor, student: Logits, teachers: Teachers
+    scores: Scores, place: slice, token_ids: Tensor, student: Logits, teachers: TeacherConnections
 ) -> TwoHeads:
     """Return student and teachers of a sequence, row t for token t."""
     first, last = scores.start, scores.start + len(scores)

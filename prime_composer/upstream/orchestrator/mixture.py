@@ -2,28 +2,15 @@
 
 import asyncio
 import functools
-import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prime_composer.backends.alignment import tensor_of
 from prime_composer.contract import InvalidAnswer, Scores
-from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
+from prime_composer.recipe.urls import public_url
 from prime_composer.teachers.mixture import mix
-from prime_composer.upstream.teachers import Teacher, read_entries
-from prime_composer.upstream.versions.toml_shapes import HEADER
-
-
-def teachers_of(header: str) -> list[Teacher]:
-    """Return the teachers that a header names, with weights that add up to 1."""
-    try:
-        return read_entries(json.loads(header))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
-            f"weight}} ({public_url(repr(error))}). Its value is not shown: it may have passwords."
-        ) from None
+from prime_composer.upstream.teachers import Teacher
 
 
 @functools.cache
@@ -31,10 +18,8 @@ def client_of(url: str, api_key_var: str) -> Any:
     """Return the openai client of a teacher's server, one per server."""
     from openai import AsyncOpenAI
 
-    key = os.environ.get(api_key_var)
-    if key and has_credentials(url):
-        raise ValueError(two_credentials(f"The url {public_url(url)} of a teacher", api_key_var))
-    return AsyncOpenAI(base_url=url, api_key=key or "EMPTY", max_retries=5)
+    key = os.environ.get(api_key_var) or "EMPTY"
+    return AsyncOpenAI(base_url=url, api_key=key, max_retries=5)
 
 
 async def score_by_each(
