@@ -770,9 +770,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # hooks that never fire
     "hooks: silent one accepted": mutant(
-        ADAPTER, "TrainerAdapter._judge", ("not tokens or calls", "True"),
+        ADAPTER, "TrainerAdapter._judge", ("self.loss is None or not tokens or calls", "True"),
     ),
-    "hooks: tokens of a batch not counted": mutant(
+    "hooks: last batch not judged": mutant(
         ADAPTER, "TrainerAdapter.judge_last_batch", ("sum(self.tokens)", "0"),
     ),
     "hooks: tokens of a micro-batch not counted": mutant(
@@ -826,7 +826,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hooks: sample without scores accepted": mutant(
         ORCHESTRATOR, "hook_stamps.stamp_loss_routing",
-        ("settings.loss is not None and sample.ref_logprobs is None", "False"),
+        ("distilled and settings.loss is not None and sample.ref_logprobs is None", "False"),
     ),
     "hooks: stamps not judged": mutant(
         ORCHESTRATOR, "_as_grpo.score_all", ("MADE.samples and (not MADE.stamps)", "False"),

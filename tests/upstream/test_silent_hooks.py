@@ -20,15 +20,8 @@ from tests.upstream.fake_prime_rl import micro_batch
 
 SAMPLED = {"type": "sampled_reverse_kl", "dialect": "v0_7"}
 CLASS = "\nclass RefKL:\n    def loss(self, inputs): return _own(inputs)\n_own = ref_kl_loss_fn\n"
-OBJECT = "\nclass Held:\n    loss = staticmethod(ref_kl_loss_fn)\nheld = Held()\n"
 TABLE = "\n_TABLE = {'ref_kl': ref_kl_loss_fn}\n"
-PARTIAL = "\nimport functools\n_bound = functools.partial(ref_kl_loss_fn)\n"
-ELSEWHERE = {
-    "class": (CLASS, "RefKL().loss"),
-    "object": (OBJECT, "held.loss"),
-    "table": (TABLE, "_TABLE['ref_kl']"),
-    "partial": (PARTIAL, "_bound"),
-}
+ELSEWHERE = {"class": (CLASS, "RefKL().loss"), "table": (TABLE, "_TABLE['ref_kl']")}
 """How a prime-rl may take its distillation loss: what its module has, and what it calls."""
 
 FAKE_CALL, REAL_CALL = "(ref_kl_loss_fn, ref_kl_weights", "run_loss_fn(ref_kl_loss_fn,"
