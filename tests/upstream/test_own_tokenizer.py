@@ -353,16 +353,23 @@ def test_pair_that_does_not_align_is_refused_once(served, student, monkeypatch):
     assert "--engine local" in message
 
 
-@pytest.mark.parametrize("where", ["trace", "node", "message"])
-def test_environment_with_tools_is_refused(served, student, where):
+REFUSED = {
+    "a rollout's tools": (lambda trace: setattr(trace, "tools", ["x"]), "has tools: .* Leave it"),
+    "a node's tools": (lambda trace: setattr(trace.nodes[0], "tools", ["x"]), "has tools: "),
+    "a tool's message": (
+        lambda trace: setattr(trace.nodes[0], "message", Message("tool", "found")),
+        "has tools: ",
+    ),
+    "tokens of no branch": (lambda trace: setattr(trace, "asked", [1, 2, 3]), "of no branch"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rollout_whose_messages_it_cannot_read_is_refused(served, student, case):
+    change, words = REFUSED[case]
     trace = conversation(student, "ab")
-    if where == "trace":
-        trace.tools = ["search"]
-    elif where == "node":
-        trace.nodes[0].tools = ["search"]
-    else:
-        trace.nodes[0].message = Message("tool", "found")
-    with pytest.raises(ValueError, match="has tools: .* Leave it out of PRIME_COMPOSER's"):
+    change(trace)
+    with pytest.raises(ValueError, match=words):
         scored(served.url, trace)
 
 
@@ -376,13 +383,6 @@ def test_image_in_the_messages_leaves_the_turn_out(served, student):
     trace.nodes[0].message = Message("user", parts[:1])
     scored(served.url, trace)
     assert trace.metrics["xtok/unscored_turns"] == 0
-
-
-def test_tokens_of_no_branch_are_refused(served, student):
-    trace = conversation(student, "ab")
-    trace.asked = [1, 2, 3]
-    with pytest.raises(ValueError, match="tokens of no branch"):
-        scored(served.url, trace)
 
 
 def test_other_teachers_are_asked_as_ever(served, student, switch):
