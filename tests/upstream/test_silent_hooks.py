@@ -100,6 +100,15 @@ def test_loss_taken_from_elsewhere_ends_the_run_at_its_tokens(host):
         one.train([micro_batch(kinds="--")], [micro_batch(kinds="-"), micro_batch(kinds="d")])
 
 
+def test_loss_called_on_the_first_micro_batch_alone_ends_the_run(host):
+    """A call on one does not count for the next one."""
+    once = FAKE_CALL.replace("ref_kl_loss_fn", "(_own if _c else _c.append(1) or ref_kl_loss_fn)")
+    before = ("def compute_loss", "_c, _own = [], ref_kl_loss_fn\ndef compute_loss")
+    one = host(edits=[(FAKE_CALL, once), before])
+    with pytest.raises(SilentHook, match="4 tokens of this rank's batch 1 "):
+        one.train([micro_batch(), micro_batch()])
+
+
 NEWER = [
     ("ref_kl_scale):", "ref_kl_scale, ref_topk_logprobs=None, student_topk_logprobs=None):"),
     ("LossInputs(*row, weights != 0, weights)", "LossInputs(*row, weights != 0, weights, 7, 8)"),
