@@ -292,7 +292,7 @@ def test_batches_without_tokens_for_the_loss_end_the_run(monkeypatch, tmp_path, 
         trainer.next_batch(kinds)
     said = "has no token in the batch of step 3 (the run ends after 10" in capfd.readouterr().err
     assert said is (patience == 10)
-    adapter.cache_clear()
+    trainer_adapter.cache_clear()
 
 
 def test_loss_beside_an_rl_loss_may_lack_tokens_later(newer_trainer):
