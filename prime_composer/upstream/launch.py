@@ -139,7 +139,7 @@ def launch(
             models = placeholders(recipe.model_tables) | dict(models or {})
         fields = importable_fields() if installed else None
         switch, export = "1", export_recipe(recipe, version, models, problems, fields)
-    export.warn()
+        export.warn()
     run = NativeRun(export, Path("outputs") / f"{path.stem}.prime_rl.toml", switch)
     return print_dry_run(run, resume, installed) if dry_run else run.start(resume)
 

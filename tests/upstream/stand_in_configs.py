@@ -11,7 +11,7 @@ import sys
 import types
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 KINDS = ("september", "main")
 
@@ -20,30 +20,36 @@ class Base(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Frozen(Base):
-    name: str
-    base_url: str
-    api_key_var: str = "VLLM_API_KEY"
-    headers: dict[str, str] = {}
+def table(name, base=Base, /, **fields):
+    """Return a class. A field is its type, where it has to be given, a default, or both."""
+    kinds = {
+        key: value
+        if isinstance(value, tuple)
+        else (type(value), value)
+        if isinstance(value, str | int | float | dict | BaseModel)
+        else (value, ...)
+        for key, value in fields.items()
+    }
+    return create_model(name, __base__=base, **kinds)
 
 
-class OPD(Base):
-    type: Literal["opd"]
-    teacher: Frozen
+def one_of(*classes):
+    """Return a union whose member a table names by its ``type``."""
+    union = classes[0]
+    for cls in classes[1:]:
+        union = union | cls
+    return Annotated[union, Field(discriminator="type")]
 
 
-class OPSD(Base):
-    type: Literal["opsd"]
-    demo_key: str
-    template: str = ""
-    renderer: dict[str, Any] = {}
+INT, WORD = (int | None, None), (str | None, None)  # Fields that may be left out
 
-
-class GRPO(Base):
-    type: Literal["grpo"] = "grpo"
-
-
-Algo = Annotated[OPD | OPSD | GRPO, Field(discriminator="type")]
+Frozen = table(
+    "Frozen", name=str, base_url=str, api_key_var="VLLM_API_KEY", headers=(dict[str, str], {})
+)
+OPD = table("OPD", type=Literal["opd"], teacher=Frozen)
+OPSD = table("OPSD", type=Literal["opsd"], demo_key=str, template="", renderer={})
+GRPO = table("GRPO", type=(Literal["grpo"], "grpo"))
+Algo = one_of(OPD, OPSD, GRPO)
 
 
 class Sampling(Base):
@@ -60,161 +66,81 @@ class Sampling(Base):
         return self
 
 
-class EvalSampling(Base):
-    temperature: float | None = None
-    max_completion_tokens: int | None = None
+EvalSampling = table("EvalSampling", temperature=(float | None, None), max_completion_tokens=INT)
+Select = table("Select", limit=INT)
+Source = table("Source", env=dict[str, Any], name=str, group_size=1)
+TrainSource = table("TrainSource", Source, sampling=Sampling(), ratio=1.0, algo=(Algo | None, None))
+TrainSourceOfMain = table("Source", TrainSource, select=Select(), min_abs_advantage=0.0)
+Train = table("Train", source=list[TrainSource], sampling=Sampling())
+TrainOfMain = table(
+    "Train",
+    env={},
+    source=list[TrainSourceOfMain],
+    sampling=Sampling(),
+    group_size=1,
+    algo=(Algo, GRPO()),
+)
+EvalSource = table("EvalSource", Source, num_examples=-1)
+EvalSourceOfMain = table("EvalSource", Source, select=Select())
+EVALUATION = {"sampling": EvalSampling(), "interval": 100}
+Eval = table("Eval", source=list[EvalSource], num_examples=-1, **EVALUATION)
+EvalOfMain = table("Eval", source=list[EvalSourceOfMain], select=Select(), **EVALUATION)
+Client = table("Client", base_url="", api_key_var="VLLM_API_KEY")
+PolicyModel = table("PolicyModel", client=Client())
 
 
-class Select(Base):
-    limit: int | None = None
-
-
-class Source(Base):
-    env: dict[str, Any]
-    name: str
-    group_size: int = 1
-
-
-class TrainSource(Source):
-    sampling: Sampling = Sampling()
-    ratio: float = 1.0
-    algo: Algo | None = None
-
-
-class TrainSourceOfMain(TrainSource):
-    select: Select = Select()
-    min_abs_advantage: float = 0.0
-
-
-class Train(Base):
-    source: list[TrainSource]
-    sampling: Sampling = Sampling()
-
-
-class TrainOfMain(Base):
-    env: dict[str, Any] = {}
-    source: list[TrainSourceOfMain]
-    sampling: Sampling = Sampling()
-    group_size: int = 1
-    algo: Algo = GRPO()
-
-
-class EvalSource(Source):
-    num_examples: int = -1
-
-
-class EvalSourceOfMain(Source):
-    select: Select = Select()
-
-
-class Eval(Base):
-    source: list[EvalSource]
-    sampling: EvalSampling = EvalSampling()
-    interval: int = 100
-    num_examples: int = -1
-
-
-class EvalOfMain(Base):
-    source: list[EvalSourceOfMain]
-    sampling: EvalSampling = EvalSampling()
-    interval: int = 100
-    select: Select = Select()
-
-
-class Client(Base):
-    base_url: str = ""
-    api_key_var: str = "VLLM_API_KEY"
-
-
-class PolicyModel(Base):
-    client: Client = Client()
-
-
-def refuse_replayed_teachers(train: Any, algorithm: Any) -> None:
-    samplings = [train.sampling, *(source.sampling for source in train.source)]
-    algorithms = [algorithm, *(source.algo for source in train.source)]
-    if any(one.top_p < 1 or one.top_k for one in samplings) and any(
-        isinstance(one, OPD | OPSD) for one in algorithms
-    ):
-        raise ValueError("opd/opsd is not supported with truncated train sampling")
-
-
-class Orchestrator(Base):
-    algo: Algo = GRPO()
+class AnyOrchestrator(Base):
     model: PolicyModel = PolicyModel()
-    train: Train
-    eval: Eval | None = None
-    renderer: dict[str, Any] = {}
-    batch_size: int
-    group_size: int = 1
-
-    @model_validator(mode="after")
-    def check(self):
-        refuse_replayed_teachers(self.train, self.algo)
-        return self
-
-
-class OrchestratorOfMain(Base):
-    model: PolicyModel = PolicyModel()
-    train: TrainOfMain
-    eval: EvalOfMain | None = None
     renderer: dict[str, Any] = {}
     batch_size: int
 
     @model_validator(mode="after")
-    def check(self):
-        refuse_replayed_teachers(self.train, self.train.algo)
+    def teachers_are_not_replayed(self):
+        of_all = self.train.algo if hasattr(self.train, "algo") else self.algo
+        samplings = [self.train.sampling, *(source.sampling for source in self.train.source)]
+        algorithms = [of_all, *(source.algo for source in self.train.source)]
+        if any(one.top_p < 1 or one.top_k for one in samplings) and any(
+            isinstance(one, OPD | OPSD) for one in algorithms
+        ):
+            raise ValueError("opd/opsd is not supported with truncated train sampling")
         return self
 
 
-class CustomLoss(Base):
-    type: Literal["custom"]
-    import_path: str
-    kwargs: dict[str, Any] = {}
-
-
-class IPOLoss(Base):
-    type: Literal["ipo"] = "ipo"
-
-
-class AdamW(Base):
-    type: Literal["adamw"] = "adamw"
-    lr: float
-    weight_decay: float
-    betas1: float
-    betas2: float
-    max_norm: float | None
-
-
-class Constant(Base):
-    type: Literal["constant"] = "constant"
-
-
-class Linear(Base):
-    type: Literal["linear"]
-    warmup_steps: int
-    decay_steps: int
-
-
-class Cosine(Base):
-    type: Literal["cosine"]
-    warmup_steps: int
-
-
-class Checkpointing(Base):
-    mode: Literal["full", "selective"] = "full"
-
-
-class TrainerModel(Base):
-    ac: Checkpointing | Literal["None"] | None = None
-    ac_offloading: Literal["None"] | None = None
-
-
-class Trainer(Base):
-    loss: Annotated[IPOLoss | CustomLoss, Field(discriminator="type")]
-    optim: AdamW
-    scheduler: Annotated[Constant | Linear | Cosine, Field(discriminator="type")]
-    model: TrainerModel = TrainerModel()
+Orchestrator = table(
+    "Orchestrator",
+    AnyOrchestrator,
+    algo=(Algo, GRPO()),
+    train=Train,
+    eval=(Eval | None, None),
+    group_size=1,
+)
+OrchestratorOfMain = table(
+    "Orchestrator", AnyOrchestrator, train=TrainOfMain, eval=(EvalOfMain | None, None)
+)
+CustomLoss = table("CustomLoss", type=Literal["custom"], import_path=str, kwargs={})
+IPOLoss = table("IPOLoss", type=(Literal["ipo"], "ipo"))
+AdamW = table(
+    "AdamW",
+    type=(Literal["adamw"], "adamw"),
+    **dict.fromkeys(("lr", "weight_decay", "betas1", "betas2"), float),
+    max_norm=float | None,
+)
+Constant = table("Constant", type=(Literal["constant"], "constant"))
+Linear = table("Linear", type=Literal["linear"], warmup_steps=int, decay_steps=int)
+Cosine = table("Cosine", type=Literal["cosine"], warmup_steps=int)
+Checkpointing = table("Checkpointing", mode=(Literal["full", "selective"], "full"))
+TrainerModel = table(
+    "TrainerModel",
+    ac=(Checkpointing | Literal["None"] | None, None),
+    ac_offloading=(Literal["None"] | None, None),
+)
+Trainer = table(
+    "Trainer",
+    loss=one_of(IPOLoss, CustomLoss),
+    optim=AdamW,
+    scheduler=one_of(Constant, Linear, Cosine),
+    model=TrainerModel(),
+)
 
 
 class VLLM(BaseModel):
@@ -223,53 +149,30 @@ class VLLM(BaseModel):
     seed: int = 0
 
 
-class Inference(Base):
-    vllm: VLLM = VLLM()
-
-
-class Run(Base):
-    name: str | None = None
-
-
-class Checkpoints(Base):
-    interval: int | None = None
-    keep_last: int | None = None
-
-
-class Wandb(Base):
-    project: str | None = None
-    name: str | None = None
-
-
-class Monitors(Base):
-    wandb: Wandb | None = None
-
-
-class Model(Base):
-    name: str
-
-
-class RL(Base):
-    trainer: Trainer
-    orchestrator: Orchestrator
-    inference: Inference | None = None
-    run: Run = Run()
-    output_dir: str = "outputs"
-    ckpt: Checkpoints | None = None
-    resume: dict[str, Any] | None = None
-    monitors: Monitors = Monitors()
-    model: Model | None = None
-    max_steps: int | None = None
-    seq_len: int | None = None
-    deployment: dict[str, Any] = {}
-    slurm: dict[str, Any] | None = None
-    dashboard: bool = True
-
-
-class RLOfMain(RL):
-    orchestrator: OrchestratorOfMain  # type: ignore[assignment]
-
-
+Inference = table("Inference", vllm=VLLM())
+Run = table("Run", name=WORD)
+Checkpoints = table("Checkpoints", interval=INT, keep_last=INT)
+Wandb = table("Wandb", project=WORD, name=WORD)
+Monitors = table("Monitors", wandb=(Wandb | None, None))
+Model = table("Model", name=str)
+RL = table(
+    "RL",
+    trainer=Trainer,
+    orchestrator=Orchestrator,
+    inference=(Inference | None, None),
+    run=Run(),
+    output_dir="outputs",
+    ckpt=(Checkpoints | None, None),
+    resume=(dict[str, Any] | None, None),
+    monitors=Monitors(),
+    model=(Model | None, None),
+    max_steps=INT,
+    seq_len=INT,
+    deployment={},
+    slurm=(dict[str, Any] | None, None),
+    dashboard=True,
+)
+RLOfMain = table("RL", RL, orchestrator=OrchestratorOfMain)
 ROOTS = {"september": RL, "main": RLOfMain}
 
 

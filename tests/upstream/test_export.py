@@ -50,8 +50,9 @@ def changed(changes):
         raw["teacher"] = changes["teacher"]
     if "type" in changes.get("loss", {}):
         raw["loss"] = changes["loss"]
-    if "environments" in raw:
-        del raw["data"]
+    for section, other in (("environments", "data"), ("teachers", "teacher")):
+        if section in raw:
+            del raw[other]
     return parse_recipe(raw)
 
 
@@ -76,6 +77,9 @@ REFUSED = {
         "^teacher.policy.hint = 'feedback': .* environments.rev has an id.*'sibling'"),
     "a system message beside a hint": ({**SELF, "data": {"system": "Be brief."}},
                                        rf"^data.system = 'Be brief.': .*system message{LOCALLY}"),
+    "two prompts of one name": (
+        {"teachers": {"a": {**TWO["a"], "prompt": {"system": "x"}}, "b": {**TWO["a"]}}},
+        rf"^\[teachers.b.prompt\]: .*same and other prompts: name one of them{LOCALLY}"),
     "rows of Python": ({"data": {"source": "rows"}}, "^data.source = 'rows'.*name it in data.path"),
     "long answers": ({"rollout": {"max_tokens": 4096, "max_model_len": None}},
                      "^rollout.max_model_len = None.*4096.*Set it"),
@@ -246,6 +250,9 @@ HEAD_LINES = {
     "Nothing is evaluated: the recipe has no [eval].": ([{}], [{"eval": {"every": 2}}]),
     "Nothing is evaluated: no environment has held-out answers": (
         [{"eval": {"every": 2}, "data": {"metric": "none"}}], [{"eval": {"every": 2}}]),
+    f'pre_run_command = "uv pip install -e {REPO}"': (
+        [{"prime_rl": {"slurm": {"job_name": "x"}}}],
+        [{}]),
     "Environments that have to be installed beside prime-rl:": (
         [{"environments": REV}], [{}, {"environments": {"a": {"id": "prime-composer-orders"}}}]),
 }  # fmt: skip
@@ -698,24 +705,6 @@ def test_not_carried_key_of_several_has_its_own_name():
     raw["environments"] = {"sums": {"chat_template": False}}
     expected = ["teachers.b.dtype", "environments.sums.chat_template"]
     assert list(keys_not_carried(parse_recipe(raw))) == expected
-
-
-def test_slurm_run_is_told_how_to_keep_the_package(capsys):
-    remedy = f'pre_run_command = "uv pip install -e {REPO}"'
-
-    def slurm(**prime_rl):
-        export = export_recipe(recipe(prime_rl=prime_rl), "head")
-        export.warn()
-        return export.text(), capsys.readouterr().err
-
-    text, _ = slurm()
-    assert "slurm" not in text.lower()
-    text, warning = slurm(slurm={"job_name": "x"})
-    assert f"#     {remedy}\n" in text and remedy in warning
-    text, warning = slurm(slurm={"pre_run_command": "make it so"})
-    assert f"#     {remedy}\n" in text and not warning
-    text, warning = slurm(**{"v0.9": {"slurm": {"job_name": "x"}}})
-    assert remedy not in text and not warning
 
 
 def add_v1_1(monkeypatch):

@@ -120,15 +120,6 @@ def test_launch_resume_is_a_table(some_prime_rl, tmp_path):
     assert table["run"] == {"name": "x"}
 
 
-def test_launch_native_slurm_says_how_to_keep_the_package(some_prime_rl, tmp_path, capsys):
-    file = tmp_path / "native.toml"
-    file.write_text(NATIVE)
-    assert launch.launch(file) == 0
-    assert "uv pip install -e " in capsys.readouterr().err
-    assert launch.launch(file, ["slurm.pre_run_command=make"]) == 0
-    assert not capsys.readouterr().err
-
-
 def test_dry_run_without_prime_rl_prints_the_export(no_prime_rl, tmp_path, monkeypatch, capsys):
     """Models that would be built have a placeholder. Then it says that prime-rl is missing."""
     monkeypatch.chdir(tmp_path)

@@ -9,7 +9,7 @@ from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.carried import keys_set
 from prime_composer.recipe.schema import Recipe, RecipeError
-from prime_composer.upstream.export.instructions import head_comment, slurm_notice
+from prime_composer.upstream.export.instructions import head_comment
 from prime_composer.upstream.export.plan import ExportPlan, unbuilt_models
 from prime_composer.upstream.export.refusals import refuse_recipe, refuse_table
 from prime_composer.upstream.export.tables import build_tables
@@ -39,13 +39,10 @@ class Export:
         return as_text(self.table, self.head)
 
     def warn(self) -> None:
-        """Print to stderr which keys are not carried, and what Slurm needs."""
+        """Print to stderr which keys are not carried."""
         if self.not_carried:
             keys = ", ".join(f"{key} ({why})" for key, why in self.not_carried.items())
             print(f"not carried to prime-rl: {keys}", file=sys.stderr)
-        notice = slurm_notice(self.table)
-        if notice is not None:
-            print(notice, file=sys.stderr)
 
 
 def export_recipe(

@@ -189,11 +189,3 @@ def left_out(lost: Mapping[str, str]) -> Iterator[str]:
         yield "Not carried to prime-rl:"
     for key, why in lost.items():
         yield f"    {key}: {why}"
-
-
-def slurm_notice(table: Mapping[str, Any]) -> str | None:
-    """Return what to add where a TOML goes to Slurm and nothing in it reinstalls this package."""
-    slurm = table.get("slurm")
-    if isinstance(slurm, Mapping) and not slurm.get("pre_run_command"):
-        return f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in under_slurm())}"
-    return None

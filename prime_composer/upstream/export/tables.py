@@ -10,7 +10,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.model import LoraConfig
-from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
+from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.tables import Table
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import ExportedEnvironment, ExportPlan, api_key, v1_url
@@ -74,7 +74,8 @@ def orchestrator(plan: ExportPlan) -> dict[str, Any]:
     environments = [environment_entry(part) for part in plan.environments]
     table: dict[str, Any] = {"batch_size": recipe.trainer.batch_size}
     put(table, version.places.group_size, recipe.rollout.group_size)
-    put(table, "train.sampling", sampling(recipe.rollout))
+    put(table, "train.sampling.temperature", recipe.rollout.temperature)
+    put(table, "train.sampling.max_completion_tokens", recipe.rollout.max_tokens)
     put(table, f"train.{ENVIRONMENTS}", environments)
     if "ahead" in recipe.rollout.model_fields_set:
         table["max_off_policy_steps"] = recipe.rollout.ahead
@@ -145,11 +146,6 @@ def merge_own_settings(entry: dict[str, Any], part: ExportedEnvironment, version
     """Merge ``[environments.NAME.prime_rl]`` into its environment, in place."""
     if not isinstance(part.source, DataConfig):
         merge_native(entry, part.source.prime_rl, version.name)
-
-
-def sampling(rollout: RolloutConfig) -> dict[str, Any]:
-    """Return the sampling settings of the rollouts."""
-    return {"temperature": rollout.temperature, "max_completion_tokens": rollout.max_tokens}
 
 
 def evaluation_table(plan: ExportPlan) -> dict[str, Any]:
