@@ -4,6 +4,7 @@
     versions/       one record per version of prime-rl, the one table of what we touch in it, and
                     the doctor, which checks that table
     autoload        lazy hooks in every process of a run, installed by a .pth file
+    refusals        what does not go together: rules that launcher and export read alike
     launcher_hook   in prime-rl's launcher: checks the loss, resolves the settings
     launches        what processes of a launch leave, so that an absent one is noticed
     meeting         compares a teacher's server with the student, once
