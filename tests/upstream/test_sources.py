@@ -71,24 +71,18 @@ class Config(Base):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "stars", "keywords", "positional", "waited", "decorated"]
+    "name",
+    [
+        *("plain", "stars", "keywords", "positional", "waited", "decorated"),
+        *("Inputs", "Keywords", "Narrower", "Wire", "Base", "Config"),
+    ],
 )
-def test_signature_of_a_function_is_that_of_inspect(name):
-    """The last definition of a name counts."""
-    space: dict = {}
-    exec(FUNCTIONS, space)
-    assert SourceTree({"prime_rl/a.py": FUNCTIONS}).signature("prime_rl.a", name) == signature_of(
-        space[name]
-    )
-
-
-@pytest.mark.parametrize("name", ["Inputs", "Keywords", "Narrower", "Wire", "Base", "Config"])
-def test_signature_of_a_class_is_that_of_inspect(name, monkeypatch):
-    """Fields of dataclasses, structs and models, with those of their bases."""
-    module = types.ModuleType("classes_of_this_test")
+def test_signature_is_that_of_inspect(name, monkeypatch):
+    """The last definition counts; fields of dataclasses, structs and models, also of bases."""
+    module = types.ModuleType("definitions_of_this_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(CLASSES, module.__dict__)
-    read = SourceTree({"prime_rl/a.py": CLASSES}).signature("prime_rl.a", name)
+    exec(FUNCTIONS + CLASSES, module.__dict__)
+    read = SourceTree({"prime_rl/a.py": FUNCTIONS + CLASSES}).signature("prime_rl.a", name)
     assert read == signature_of(getattr(module, name))
 
 
