@@ -51,7 +51,7 @@ TESTS = {
     "losses/shared/balance.py": [LOSSES + "test_balance.py"],
     "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
-    "local/watch_metrics.py": ["tests/local/test_health.py"],
+    "local/watch_metrics.py": ["tests/local/test_checks_of_steps.py"],
     **dict.fromkeys(
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],

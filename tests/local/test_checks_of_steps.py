@@ -1,4 +1,4 @@
-"""Weights after the optimizer's step, and the sampler's log-probs before it."""
+"""Checks of a step by its own numbers: weights, the sampler's log-probs, collapse."""
 
 import copy
 import math
