@@ -36,7 +36,7 @@ from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.cache import prepare_models
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -112,9 +112,7 @@ def test_gradients_are_those_of_the_chain_rule(
     changes: dict[str, Any], raw: dict[str, Any]
 ) -> None:
     """dA = s B^T dW and dB = s dW A^T, from the gradient of the dense weights in float64."""
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        raw[section] = {**raw[section], name: value} if name else value
+    raw = changed(raw, **changes)
     with opened(raw) as engine:
         move(engine.model)
         engine.sampler.update_weights(engine.model)
@@ -664,9 +662,7 @@ def test_run_of_every_mode_trains_the_adapter(
     mode: str, raw: dict[str, Any], tmp_path: Path
 ) -> None:
     """Preflight and each step compare sampler and trainer; two steps move A and B."""
-    for key, value in MODES[mode].items():
-        section, _, name = key.partition("__")
-        raw[section] = {**raw[section], name: value} if name else value
+    raw = changed(raw, **MODES[mode])
     raw = {key: table for key, table in raw.items() if table is not None}
     raw["trainer"]["steps"] = 2
     run(raw, tmp_path / "run")

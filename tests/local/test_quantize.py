@@ -28,7 +28,7 @@ from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_model
 from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models, weights
 
 Raw = Callable[..., dict[str, Any]]
@@ -228,9 +228,7 @@ def test_every_mode_trains_rounded_layers_and_nothing_else_is_rounded(
     """The sampler is compared with the trainer in preflight and in each step."""
     raw = tiny_recipe(student={"model": str(source)}, trainer={"steps": 2, "batch_size": 6})
     raw["trainer"]["lr"] = 1e-2
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        raw[section] = {**raw[section], name: value} if name else value
+    raw = changed(raw, **changes)
     if "prepare" in raw["student"]:
         del raw["student"]["model"]
     before = load_model(tiny_models(raw).get("student", source))

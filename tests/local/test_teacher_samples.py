@@ -25,6 +25,7 @@ from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.step.mismatch import METRIC
 from prime_composer.teachers.mixture import Teachers
+from tests.conftest import changed
 from tests.local.helpers import run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -168,9 +169,7 @@ def test_train_on_the_teachers_answers(
         rollout__group_size=2,
         eval__every=0,
     )
-    for key, value in changes.items():
-        table, _, name = key.partition("__")
-        raw[table] = {**raw[table], name: value} if name else value
+    raw = changed(raw, **changes)
     run(raw, tmp_path / "run")
     first, *steps = read_metrics(tmp_path / "run")
     assert first["eval/reverse_kl"] > 0  # the teacher is asked, whatever the loss reads
