@@ -15,6 +15,7 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.collect import Clock, Collector, Weights
+from prime_composer.local.dry_run import dry_run
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.outcome import Outcome
@@ -98,6 +99,12 @@ def opened(raw: dict[str, Any], **how: Any) -> Engine:
 def open_run(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
     """Return a recipe given as tables, and its open models."""
     return parse_recipe(raw), opened(raw)
+
+
+def planned(raw: dict[str, Any]) -> list[str]:
+    """Return what a dry run says of a recipe given as tables."""
+    recipe = parse_recipe(raw)
+    return dry_run(recipe, load_problem_set(recipe.sources))
 
 
 def copy_first_half(whole: Path, cut: Path) -> None:

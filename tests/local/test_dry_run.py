@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from prime_composer.local import requirements
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.problems.loading import load_problem_set
@@ -18,14 +17,9 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.teachers.compatibility import PreflightError
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import tiny_models
+from tests.local.helpers import planned, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
-
-
-def planned(raw: dict[str, Any]) -> list[str]:
-    recipe = parse_recipe(raw)
-    return dry_run(recipe, load_problem_set(recipe.sources))
 
 
 def test_plan_of_uncached_models_says_what_is_trained(

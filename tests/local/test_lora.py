@@ -21,7 +21,6 @@ from prime_composer.backends.hf_model import (
 from prime_composer.backends.lora.adapter import Adapter, import_peft
 from prime_composer.backends.lora.views import base_of, weights_of
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.engine import Engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
@@ -37,7 +36,7 @@ from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE, changed
-from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models
+from tests.local.helpers import collect, copy_first_half, opened, planned, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -555,13 +554,9 @@ def test_targets_that_get_no_adapter_are_refused(
     """By a dry run as well, with the names that there are."""
     raw["student"]["lora"]["targets"] = targets
     tiny_models(raw)
-    recipe = parse_recipe(raw)
-    for refuse in (
-        lambda: opened(raw),
-        lambda: dry_run(recipe, load_problem_set(recipe.sources)),
-    ):
+    for refuse in (opened, planned):
         with pytest.raises(ModelUnavailable, match=why) as error:
-            refuse()
+            refuse(raw)
         assert "choose among down_proj, gate_proj, k_proj" in str(error.value)
 
 
@@ -569,8 +564,7 @@ def test_plan_names_the_adapter_and_the_base(raw: dict[str, Any]) -> None:
     raw["teacher"] = {"base": True}
     raw["student"]["lora"]["targets"] = "all-linear"
     tiny_models(raw)
-    recipe = parse_recipe(raw)
-    lines = dry_run(recipe, load_problem_set(recipe.sources))
+    lines = planned(raw)
     assert (
         "student: an adapter of rank 3, alpha 7, on all-linear (7 layers, 1,008 numbers)" in lines
     )

@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 from prime_composer.backends.hf_model import ModelUnavailable, load_model, load_student
 from prime_composer.cli.report import print_report
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
 from prime_composer.local.run import checkpoint_bytes
@@ -29,7 +28,7 @@ from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_model
 from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
 from tests.conftest import TINY_RECIPE, changed
-from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models, weights
+from tests.local.helpers import collect, copy_first_half, opened, planned, run, tiny_models, weights
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -315,8 +314,7 @@ def test_checkpoint_has_room_for_the_latent_weights(raw: dict[str, Any]) -> None
 
 def test_plan_and_probe_name_what_is_rounded(raw: dict[str, Any]) -> None:
     """A probe sends nothing to a server that others use."""
-    recipe = parse_recipe(raw)
-    lines = dry_run(recipe, load_problem_set(recipe.sources))
+    lines = planned(raw)
     assert lines[1] == ("student: its weights rounded to 3 bits in groups of 8 while it learns")
     raw["rollout"] |= {"backend": "server", "url": "http://127.0.0.1:9"}
     recipe = parse_recipe(raw)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from prime_composer.local import collect
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.opening import open_engine
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
@@ -16,7 +15,7 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import REFERENCE, TeacherId
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import copy_first_half, run, sample
+from tests.local.helpers import copy_first_half, planned, run, sample, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 THIRD = {"prepare": {**TINY_MODEL, "seed": 3, "sft_steps": 5}}
@@ -29,7 +28,7 @@ def test_scores_are_extrapolated_from_the_reference(tiny_recipe: Raw) -> None:
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
     assert set(paths) == {"teacher", "student", "reference"}
-    assert any(line.startswith("reference: ") for line in dry_run(recipe, problems))
+    assert any(line.startswith("reference: ") for line in planned(raw))
     with open_engine(recipe, problems, paths, lambda text: None) as engine:
         one = sample(0)
         (scored,) = engine.score([one])[0]
@@ -75,16 +74,13 @@ def test_reference_of_another_vocabulary_is_refused(tiny_recipe: Raw) -> None:
     """``check`` names the table."""
     other = {"prepare": {**THIRD["prepare"], "vocab_size": 310}}
     raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=other)
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    prepare_models(recipe, problems)
+    tiny_models(raw)
     with pytest.raises(ValueError, match=r"^\[reference\]: "):
-        dry_run(recipe, problems)
+        planned(raw)
 
 
 def test_reference_that_is_missing_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
     """``check`` names the table and the directory."""
     missing = {"model": str(tmp_path / "nowhere")}
-    recipe = parse_recipe(tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=missing))
     with pytest.raises(ValueError, match=r"reference.*nowhere"):
-        dry_run(recipe, load_problem_set(recipe.sources))
+        planned(tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=missing))

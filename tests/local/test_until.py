@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
-from tests.local.helpers import Silent, run
+from tests.local.helpers import Silent, planned, run
 
 Raw = Callable[..., dict[str, Any]]
 METRIC = "eval/accuracy"
@@ -107,6 +104,5 @@ def test_metric_that_is_not_measured_ends_the_run_before_step_1(
 
 
 def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:
-    recipe = parse_recipe(of_until(tiny_recipe))
-    lines = dry_run(recipe, load_problem_set(recipe.sources))
-    assert "ends earlier where eval/accuracy is no better at 2 evaluations" in lines
+    line = "ends earlier where eval/accuracy is no better at 2 evaluations"
+    assert line in planned(of_until(tiny_recipe))

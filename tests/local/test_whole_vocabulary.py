@@ -14,11 +14,9 @@ from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.local import evaluate as evaluate_module
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import parse_loss, setup_loss_fn
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
 from prime_composer.step.batch import Batch, PreferencePair, Sample
@@ -30,6 +28,7 @@ from tests.local.helpers import (
     VOCAB,
     open_run,
     plain_overlap,
+    planned,
     random_samples,
     run,
     sample,
@@ -293,8 +292,7 @@ def first_problem(engine: Any) -> Any:
 def test_plan_says_the_sizes_of_states_and_head(tiny_recipe: Raw) -> None:
     table = tiny_recipe(**FULL)
     tiny_models(table)
-    recipe = parse_recipe(table)
-    lines = dry_run(recipe, load_problem_set(recipe.sources))
+    lines = planned(table)
     (line,) = (line for line in lines if "hidden states:" in line)
     width = TINY_RECIPE["teacher"]["prepare"]["hidden_size"]
     assert f"{4 * width:,} bytes per token" in line and f"output head {VOCAB} x {width}" in line
