@@ -9,11 +9,8 @@ import torch
 
 from prime_composer.backends.hf_model import load_student
 from prime_composer.contract import Count, PairMean, Scores
-from prime_composer.local.opening import open_engine
 from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.problems.prompts import Ends, render_answer
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.batch import Batch, PreferencePair, Sample
 from prime_composer.step.gradients import (
@@ -23,9 +20,8 @@ from prime_composer.step.gradients import (
     prepare_micro_batches,
 )
 from prime_composer.step.replay import response
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import DATA, PROBLEM, VOCAB, random_samples, sample, tiny_models
+from tests.local.helpers import DATA, PROBLEM, VOCAB, opened, random_samples, sample, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 4), (6, 1)]
@@ -107,11 +103,7 @@ def test_gradient_checkpointing_recomputes_to_the_same_gradient(tiny_recipe: Raw
     samples = random_samples(LENGTHS, k=8)
     measured = {}
     for checkpointing in (False, True):
-        raw = tiny_recipe(trainer__gradient_checkpointing=checkpointing)
-        recipe = parse_recipe(raw)
-        problems = load_problem_set(recipe.sources)
-        paths = prepare_models(recipe, problems)
-        with open_engine(recipe, problems, paths, lambda text: None) as engine:
+        with opened(tiny_recipe(trainer__gradient_checkpointing=checkpointing)) as engine:
             model, calls = engine.model.double(), []
             (layer,) = model.model.layers
             layer.self_attn.register_forward_hook(
