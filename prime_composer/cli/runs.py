@@ -3,7 +3,6 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from prime_composer.local.disk import describe_error
 from prime_composer.local.requirements import check_requirements
 from prime_composer.local.run_dir import (
     REPORT_FILE,
-    RunDir,
+    HeldRunDir,
     RunRequest,
     choose_run_dir,
     claim_run_dir,
@@ -38,7 +37,7 @@ def run_local(request: RunRequest, command: str, island: "Island | None" = None)
     with claim_run_dir(request) as claim:
         print(claim.run_dir.describe(), flush=True)
         try:
-            return _run(request, problems, claim.run_dir, claim.begin, command, island)
+            return _run(request, problems, claim, command, island)
         except KeyboardInterrupt:
             print(f"\n{how_to_go_on(request, claim.path, command)}", file=sys.stderr)
             raise
@@ -47,8 +46,7 @@ def run_local(request: RunRequest, command: str, island: "Island | None" = None)
 def _run(
     request: RunRequest,
     problems: ProblemSet,
-    run_dir: RunDir,
-    begin: Callable[[], None],
+    claim: HeldRunDir,
     command: str,
     island: "Island | None",
 ) -> int:
@@ -57,12 +55,12 @@ def _run(
     from prime_composer.local.train import train
     from prime_composer.step.gradients import NonFiniteLoss
 
-    recipe, path, checkpoint = request.recipe, run_dir.path, run_dir.checkpoint
+    recipe, path, checkpoint = request.recipe, claim.path, claim.run_dir.checkpoint
     done = checkpoint.step if checkpoint else 0
     with Screen(total=recipe.trainer.steps, done=done) as screen:
         try:
             paths = prepare_models(recipe, problems, progress=screen.preparing)
-            outcome = train(recipe, problems, paths, path, screen, checkpoint, begin, island)
+            outcome = train(recipe, problems, paths, path, screen, checkpoint, claim.begin, island)
         except NonFiniteLoss as error:
             screen.close()
             checkpoints = list_checkpoints(path)
