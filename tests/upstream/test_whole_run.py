@@ -308,16 +308,29 @@ def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, how):
     check_top_k(run(trees, models, tmp_path, TOP_K, **how))
 
 
+@other
+def test_whole_run_compares_stops_as_one(trees, models, tmp_path):
+    """The divergence of the first step is the models' with these ids as one; others are by id."""
+    result = run(trees, models, tmp_path, {**TOP_K, "stops": {"ids": [*STOPS]}})
+    check_top_k(result, STOPS)
+    apart, merged = (reference(result, stops=stops)[0] for stops in ((), STOPS))
+    assert abs(mean(apart["tail_kl"]) - mean(merged["tail_kl"])) > 3e-2
+    share = first_value(metric_rows(result), "stops/sampled/mean")
+    rows = json.loads((result["folder"] / "sequences.json").read_text())
+    sampled = [mean([token in STOPS for token in tokens[prompt:]]) for tokens, prompt, _ in rows]
+    assert share == pytest.approx(mean(sampled), abs=1e-6)
+
+
 STATISTICS = {"mean", "median", "std", "min", "max"}
 """What prime-rl logs of a metric's values."""
 
 
-def check_top_k(result):
+def check_top_k(result, stops=()):
     """Check the numbers of a whole run with ``TOP_K`` against float64."""
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
     assert "topk_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result)
-    expected, update = reference(result)
+    expected, update = reference(result, stops=stops)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert first_value(rows, "topk_reverse_kl/kl/max") == pytest.approx(
         max(expected["tail_kl_bfloat16"]), abs=1e-2

@@ -1,20 +1,18 @@
-"""A whole run of an unmodified prime-rl with ``[loss.repetition]`` and ``[loss.stops]``.
+"""Whole runs of an unmodified prime-rl whose student repeats itself, with ``[loss.repetition]``.
 
 As in test_whole_run.py, whose functions and stand-ins these are.
 """
 
-import json
-
 import pytest
 
 from tests.upstream import test_whole_run as whole_run
-from tests.upstream.test_whole_run import STOPS, TOP_K, mean, other
+from tests.upstream.test_whole_run import TOP_K, mean, other
 
 models = whole_run.models
 
 COPIES, TOKENS, PERIOD = 5, 16, 64
 """``copies`` is the recipe's own, the others are the defaults."""
-LOSS = {**TOP_K, "repetition": {"copies": COPIES}, "stops": {"ids": [*STOPS]}}
+MASKED = {**TOP_K, "repetition": {"copies": COPIES}}
 LENGTH = 28
 """Tokens of an answer, eight of them before its end repeats: four come five times, five do not."""
 
@@ -32,9 +30,8 @@ def new_tokens(tokens, prompt):
 
 
 @other
-def test_whole_run_leaves_repetitions_out_and_has_stops_as_one(trees, models, tmp_path):
-    """The divergence of the first step is the models' over the tokens before a repetition, with
-    the stops as one outcome.
+def test_whole_run_leaves_repetitions_out(trees, models, tmp_path):
+    """The divergence of the first step is the models' over the tokens before a repetition.
 
     prime-rl divides the sum by all tokens that it trains on, the repeated ones included.
     """
@@ -42,28 +39,22 @@ def test_whole_run_leaves_repetitions_out_and_has_stops_as_one(trees, models, tm
         trees,
         models,
         tmp_path,
-        LOSS,
+        MASKED,
         loops=True,
         rollout={"max_tokens": LENGTH},
         seq_len=512,  # the whole batch fits one micro-batch, so that loss/mean is the step's
     )
     rows = whole_run.metric_rows(result)
-    apart, _ = whole_run.reference(result, places=new_tokens)
-    every, _ = whole_run.reference(result, stops=STOPS)
-    kept, update = whole_run.reference(result, places=new_tokens, stops=STOPS)
+    kept, update = whole_run.reference(result, places=new_tokens)
+    every, _ = whole_run.reference(result)
     tokens, all_tokens = ([len(one) for one in numbers["log_ratio"]] for numbers in (kept, every))
     shares = [1 - n / of for n, of in zip(tokens, all_tokens, strict=True)]
     assert 0 in shares and max(shares) > 0.5, shares
     share = whole_run.first_value(rows, "repetition/tokens/mean")
     assert share == pytest.approx(mean(shares), abs=1e-6)
-    sequences = json.loads((result["folder"] / "sequences.json").read_text())
-    sampled = [mean([ids[at] in STOPS for at in places]) for ids, places, _ in sequences]
-    share = whole_run.first_value(rows, "stops/sampled/mean")
-    assert 0 < share == pytest.approx(mean(sampled), abs=1e-6)
     whole_run.check_kl(whole_run.first_value(rows, "topk_reverse_kl/kl/mean"), kept)
-    # With repetitions, and with each stop by itself, it would differ by this.
-    for other_numbers in (every, apart):
-        assert abs(mean(other_numbers["tail_kl"]) - mean(kept["tail_kl"])) > 1e-2
+    # With repetitions it would differ by this.
+    assert mean(every["tail_kl"]) - mean(kept["tail_kl"]) > 1e-2
     of_sequences = zip(tokens, kept["tail_kl_bfloat16"], strict=True)
     total = sum(n * mean_kl for n, mean_kl in of_sequences)
     loss = whole_run.first_value(rows, "loss/mean")
