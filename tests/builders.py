@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_composer.contract import Logits, LossInputs, StopLogprobs, Support, TwoHeads
 from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.recipe.schema import Recipe
+from prime_composer.samplers.registry import BackendSpec
+
+# Models ---------------------------------------------------------------------------------------
+
+
+def student_spec(recipe: Recipe, model: str | Path = "m") -> BackendSpec:
+    """Return how a run opens its student's sampler."""
+    rollout, sizes = recipe.rollout, (recipe.rollout.context(), recipe.side_by_side)
+    return BackendSpec(rollout, "[rollout]", rollout.backend, model, recipe.trainer.dtype, *sizes)
+
 
 # Losses ---------------------------------------------------------------------------------------
 

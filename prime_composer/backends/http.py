@@ -11,6 +11,7 @@ import concurrent.futures
 import email.utils
 import json
 import os
+import random
 import re
 import socket
 import ssl
@@ -18,19 +19,19 @@ import threading
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 import numpy as np
 
 from prime_composer.backends.errors import Refused, ServerError, check_wanted
 from prime_composer.extras import pip_install
-from prime_composer.recipe.urls import checked_url, public_url, two_credentials
+from prime_composer.recipe.backends import Served
+from prime_composer.recipe.urls import public_url, two_credentials
 
 try:
     import httpx
-    import tenacity
 except ModuleNotFoundError as error:
     raise ImportError(f"A server needs {error.name}: {pip_install('engine')}.") from error
 
@@ -49,7 +50,6 @@ SHORT_ANSWER = 2**20  # Bytes that any answer may have, whatever was asked
 
 ERROR_BYTES = 2**16  # Bytes that are read of an answer that is an error
 
-BACK_OFF = tenacity.wait_random_exponential(multiplier=0.1, max=10, min=0.02)
 TICK = 0.25  # Seconds between two looks at a pending request
 
 AWAY_SECONDS = 2.0  # Age at which a server that is away is reported first
@@ -78,50 +78,28 @@ class Away(Exception):
 
 @dataclass
 class Waiting:
-    """What a server's progress line says: since when, for what, at which age it is shown next."""
+    """What the run waits for: why, how long at most, at which age it is shown next, since when."""
 
-    since: float
     reason: str
+    limit: float
     due: float
+    since: float = field(default_factory=time.monotonic)
 
-    def is_due(self, now: float) -> bool:
-        """Return whether to show the line now: at twice the age, at most a minute later."""
-        if now - self.since < self.due:
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.since
+
+    def is_due(self) -> bool:
+        """Return whether to show it now: at twice the age, at most a minute later."""
+        if self.age < self.due:
             return False
         self.due = min(2 * self.due, self.due + 60.0)
         return True
 
 
-class Patience:
-    """How long one request waits: from its first failure on."""
-
-    def __init__(self, seconds: Callable[[Away], float]):
-        self._seconds = seconds
-        self._since: float | None = None
-
-    def pause(self, state: tenacity.RetryCallState) -> float:
-        """Return the seconds until the next try; the last one comes at the end of the wait."""
-        away = cause_of(state)
-        if self._since is None:
-            self._since = time.monotonic()
-        return max(min(BACK_OFF(state), self._left(away)), away.retry_after, 0.0)
-
-    def is_over(self, state: tenacity.RetryCallState) -> bool:
-        """Return whether the wait is over, or shorter than the server asks for."""
-        away = cause_of(state)
-        return self._left(away) <= max(0.0, away.retry_after)
-
-    def _left(self, away: Away) -> float:
-        assert self._since is not None
-        return self._since + self._seconds(away) - time.monotonic()
-
-
-def cause_of(state: tenacity.RetryCallState) -> Away:
-    """Return why a try failed."""
-    assert state.outcome is not None
-    error = state.outcome.exception()
-    assert isinstance(error, Away)
-    return error
+def back_off(tries: int) -> float:
+    """Return the seconds before another try, drawn, so that many requests do not come at once."""
+    return random.uniform(0.02, min(10.0, 0.1 * 2**tries))
 
 
 class Incoming:
@@ -147,56 +125,38 @@ class Incoming:
         return whole[: self.size]
 
 
-class ConnectionOptions(TypedDict, total=False):
-    """Keyword arguments of ``Connection``, which whoever opens one passes on."""
-
-    wait: float  # seconds to wait for a server that is away. 0: not at all
-    starting: bool  # wait as long for a server that has never answered
-    status: Callable[[str], None] | None  # shown whom the run waits for; None for nobody
-    concurrency: int  # requests sent at once
-    timeout: float  # seconds that one answer may take in all
-    api_key: str | None  # sent as a bearer token
-    api_key_var: str  # the environment variable that it comes from, for messages
-
-
 class Connection:
-    """Sends requests to one server, many at once.
+    """Sends requests to the server of a table, many at once.
 
-    A user and a password in ``url`` are sent as Basic authentication, and not shown. ``section`` is
-    the recipe's table that describes this server, for messages. ``outages`` counts how often the
-    server was away and came back: it may be another process since. ``ServerError`` is raised where
-    URL, key or environment cannot be used.
+    A user and a password in its ``url`` are sent as Basic authentication, and not shown.
+    ``section`` is the recipe's table, for messages. ``outages`` counts how often the server was
+    away and came back: it may be another process since. ``ServerError`` is raised where key or
+    environment cannot be used.
     """
 
     def __init__(
         self,
-        url: str,
-        *,
+        served: Served,
         section: str,
-        wait: float = 600.0,
-        starting: bool = False,
-        status: Callable[[str], None] | None = None,
-        concurrency: int = 32,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-        api_key_var: str = "VLLM_API_KEY",
+        *,
+        starting: bool = False,  # wait in full for a server that has never answered
+        status: Callable[[str], None] | None = None,  # shown whom the run waits for
+        concurrency: int = 32,  # requests sent at once
     ):
+        assert served.url is not None
+        self.served = served
         self.section = section
-        self.wait = wait
-        self.starting = starting
-        self.timeout = timeout
         self.concurrency = concurrency
-        self.api_key_var = api_key_var
-        self.has_key = bool(api_key)
         self.outages = 0
+        self._starting = starting or served.may_be_starting
         self._status = status
         self._met = False
         self._outage: Waiting | None = None
         self._announced: Waiting | None = None
-        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
-        self._deadline = timeout
-        self.url, target, login = self._split(url)
-        self._client = self._open_client(target, login, api_key, api_key_var, concurrency)
+        self._quiet = Waiting(NO_ANSWER, served.timeout, QUIET_SECONDS)
+        base = served.url.rstrip("/").removesuffix("/v1")
+        self.url = public_url(base)
+        self._client = self._open_client(base)
         self._turns = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -208,7 +168,9 @@ class Connection:
         return f"{owners.get(self.section, f'the server of {self.section}')} at {self.url}"
 
     def error(self, message: str, key: str | None = None) -> ServerError:
+        """Return an error about this server, where a ``key`` of its table is the remedy."""
         sentence = message[0].upper() + message[1:]
+        key = None if key is None else f"{self.section.strip('[]')}.{key}"
         return ServerError(sentence, url=self.url, section=self.section, key=key)
 
     def show(self, text: str) -> None:
@@ -217,7 +179,7 @@ class Connection:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what ``work`` returns, and meanwhile report for whom the run waits."""
-        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        self._heard()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while not concurrent.futures.wait([future], timeout=TICK).done:
@@ -232,7 +194,7 @@ class Connection:
         self, function: Callable[[Item], Coroutine[Any, Any, T]], items: Sequence[Item]
     ) -> list[T]:
         """Return ``function`` of each item, run concurrently, in order. An error stops the rest."""
-        return self.run(all_of([function(item) for item in items]))
+        return self.run(results_of([function(item) for item in items]))
 
     async def request(
         self,
@@ -241,7 +203,7 @@ class Connection:
         body: Any = None,
         *,
         max_bytes: int = SHORT_ANSWER,
-        seconds: float = 0.0,  # for the answer, in addition to the connection's time-out
+        seconds: float = 0.0,  # for the answer, in addition to the table's time-out
         retried: frozenset[int] = RETRIED,  # statuses after which the request is sent again
         tail: int = 0,  # bytes at the end that begin at an aligned address, if the length is told
     ) -> memoryview:
@@ -251,28 +213,23 @@ class Connection:
         long, too slow, or its answer too large. ``Refused``: an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
-        patience = Patience(self._patience_for)
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(Away),
-            wait=patience.pause,
-            stop=patience.is_over,
-            sleep=asyncio.sleep,
-            reraise=True,
+        request = self._client.build_request(
+            method, path, content=content, extensions={"trace": keep_alive}
         )
+        since, tries = None, 0
         async with self._turns:
-            try:
-                return await retrying(
-                    self._try,
-                    method,
-                    path,
-                    content,
-                    max_bytes,
-                    self.timeout + seconds,
-                    retried,
-                    tail,
-                )
-            except Away as away:
-                raise self._gave_up(away) from away.__cause__
+            while True:
+                try:
+                    return await self._try(
+                        request, max_bytes, self.served.timeout + seconds, retried, tail
+                    )
+                except Away as away:
+                    since, tries = since or time.monotonic(), tries + 1
+                    left = since + self._patience(away) - time.monotonic()
+                    if left <= away.retry_after:
+                        raise self._gave_up(away) from away.__cause__
+                    pause = max(min(back_off(tries), left), away.retry_after)
+                await asyncio.sleep(pause)
 
     def close(self) -> None:
         """Cancel what is pending and close the connections. Closing twice is harmless."""
@@ -292,20 +249,17 @@ class Connection:
 
     async def _try(
         self,
-        method: str,
-        path: str,
-        content: bytes | None,
+        request: httpx.Request,
         max_bytes: int,
         seconds: float,
         retried: frozenset[int],
         tail: int,
     ) -> memoryview:
-        self._deadline = seconds
+        self._quiet.limit = seconds
+        path = request.url.path
         try:
             async with asyncio.timeout(seconds):
-                status, headers, answer = await self._exchange(
-                    method, path, content, max_bytes, tail
-                )
+                response, answer = await self._exchange(request, max_bytes, tail)
         except httpx.TransportError as error:
             error.__traceback__ = None  # it holds what came of the answer
             if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
@@ -314,141 +268,123 @@ class Connection:
         except TimeoutError as error:
             raise self.error(
                 f"{self.name} did not finish its answer to {path} within {seconds:g} s; is it "
-                f"overloaded or hung? If it is only slow, raise timeout = {self.timeout:g} in "
-                f"{self.section}.",
-                f"{self.section.strip('[]')}.timeout",
+                f"overloaded or hung? If it is only slow, raise timeout = {self.served.timeout:g} "
+                f"in {self.section}.",
+                "timeout",
             ) from error
+        status = response.status_code
         if status in retried:
-            wanted = seconds_of(headers.get("Retry-After", ""))
+            wanted = seconds_of(response.headers.get("Retry-After", ""))
             raise self._away(Away(str(status), status, wanted, reason_of(answer)))
-        self._answered()
-        if not 200 <= status < 300:
-            raise Refused(status, reason_of(answer))
-        return answer
-
-    async def _exchange(
-        self, method: str, path: str, content: bytes | None, max_bytes: int, tail: int
-    ) -> tuple[int, httpx.Headers, memoryview]:
-        extensions = {"trace": keep_alive}
-        async with self._client.stream(
-            method, path, content=content, extensions=extensions
-        ) as response:
-            self._met = True
-            limit = max_bytes if response.is_success else ERROR_BYTES
-            announced = response.headers.get("Content-Length", "")
-            length = int(announced) if announced.isdecimal() else None
-            answer = Incoming(length if length is not None and length <= limit else None, tail)
-            if not (response.is_success and length is not None and length > limit):
-                async for chunk in response.aiter_raw():
-                    answer.add(chunk)
-                    if answer.size > limit:
-                        break
-                else:
-                    return response.status_code, response.headers, answer.view()
-            if response.is_success:
-                begins = f"; the answer begins {excerpt(answer.view())}" if answer.size else ""
-                raise self.error(
-                    f"{self.name} answers {path} with more than {limit:,} bytes, the most that "
-                    f"this request can need{begins}."
-                )
-            return response.status_code, response.headers, answer.view()[:limit]
-
-    def _away(self, away: Away) -> Away:
-        if self._outage is None:
-            self._outage = Waiting(time.monotonic(), away.reason, AWAY_SECONDS)
-        self._outage.reason = away.reason
-        return away
-
-    def _answered(self) -> None:
-        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        self._heard()
         if self._outage is not None:
             # A server that has too much to do (408, 429) is still the same one.
             self.outages += self._outage.reason not in ("408", "429")
             self._outage = None
+        if not response.is_success:
+            raise Refused(status, reason_of(answer))
+        return answer
 
-    def _patience_for(self, away: Away) -> float:
-        in_full = self.starting or self._met or away.status
-        return self.wait if in_full else min(self.wait, FIRST_WAIT)
+    async def _exchange(
+        self, request: httpx.Request, max_bytes: int, tail: int
+    ) -> tuple[httpx.Response, memoryview]:
+        """Return a response and its body, of an error the first ``ERROR_BYTES``."""
+        response = await self._client.send(request, stream=True)
+        try:
+            self._met = True
+            limit = max_bytes if response.is_success else ERROR_BYTES
+            announced = response.headers.get("Content-Length", "")
+            length = int(announced) if announced.isdecimal() else None
+            is_too_long = length is not None and length > limit
+            answer = Incoming(None if is_too_long else length, tail)
+            if not (is_too_long and response.is_success):
+                async for chunk in response.aiter_raw():
+                    answer.add(chunk)
+                    is_too_long = answer.size > limit
+                    if is_too_long:
+                        break
+        finally:
+            await response.aclose()
+        if is_too_long and response.is_success:
+            begins = f"; the answer begins {excerpt(answer.view())}" if answer.size else ""
+            raise self.error(
+                f"{self.name} answers {request.url.path} with more than {limit:,} bytes, the most "
+                f"that this request can need{begins}."
+            )
+        return response, answer.view()[:limit]
+
+    def _heard(self) -> None:
+        """Count anew how long the server has been quiet."""
+        self._quiet = Waiting(NO_ANSWER, self._quiet.limit, QUIET_SECONDS)
+
+    def _away(self, away: Away) -> Away:
+        if self._outage is None:
+            self._outage = Waiting(away.reason, self.served.wait, AWAY_SECONDS)
+        self._outage.reason = away.reason
+        return away
+
+    def _patience(self, away: Away) -> float:
+        """Return the seconds that a request waits in all, from its first failure on."""
+        in_full = self._starting or self._met or away.status
+        return self.served.wait if in_full else min(self.served.wait, FIRST_WAIT)
 
     def _gave_up(self, away: Away) -> ServerError:
-        key = f"{self.section.strip('[]')}.wait"
+        wait, section = self.served.wait, self.section
+        proxy = proxy_of(self.url)
         if not self._met:
-            waited = f" within {self.wait:g} s" if self.starting else ""
-            more = "raise" if self.starting else "set"
-            return self.error(
-                f"No vLLM server answers at {self.url}{waited} ({away.reason}"
-                f"{proxy_of(self.url)}); start one, `vllm serve MODEL --port ...`, or correct the "
-                f"url in {self.section}, or {more} wait in {self.section} to wait for a server "
-                "that is still starting.",
-                key,
+            waited, verb = (f" within {wait:g} s", "raise") if self._starting else ("", "set")
+            message = (
+                f"No vLLM server answers at {self.url}{waited} ({away.reason}{proxy}); start one, "
+                f"`vllm serve MODEL --port ...`, or correct the url in {section}, or {verb} wait "
+                f"in {section} to wait for a server that is still starting."
             )
-        if away.retry_after:
-            return self.error(
+        elif away.retry_after:
+            message = (
                 f"{self.name} answered {away.status} and asks to come back after "
-                f"{away.retry_after:g} s, which is more than is left of wait = {self.wait:g} in "
-                f"{self.section}; raise it.",
-                key,
+                f"{away.retry_after:g} s, which is more than is left of wait = {wait:g} in "
+                f"{section}; raise it."
             )
-        reason = f"{away.reason}{': ' * bool(away.details)}{away.details}{proxy_of(self.url)}"
-        return self.error(
-            f"{self.name} was away for {self.wait:g} s ({reason}); start it again, or raise wait "
-            f"in {self.section}.",
-            key,
-        )
+        else:
+            details = f": {away.details}" if away.details else ""
+            message = (
+                f"{self.name} was away for {wait:g} s ({away.reason}{details}{proxy}); start it "
+                f"again, or raise wait in {section}."
+            )
+        return self.error(message, "wait")
 
     def _report(self) -> None:
-        now, outage = time.monotonic(), self._outage
+        outage = self._outage
         if self._announced is not None and self._announced is not outage:
-            self.show(f"{self.name} is back after {now - self._announced.since:.0f} s")
+            self.show(f"{self.name} is back after {self._announced.age:.0f} s")
             self._announced = None
-        if outage is not None and outage.is_due(now):
+        waiting = outage or self._quiet
+        if waiting.is_due():
             self._announced = outage
-            self._show_wait(outage, now, self.wait)
-        elif outage is None and self._quiet.is_due(now):
-            self._show_wait(self._quiet, now, self._deadline)
+            self.show(
+                f"waiting for {self.name}: {waiting.reason} ({waiting.age:.0f} of "
+                f"{waiting.limit:g} s)"
+            )
 
-    def _show_wait(self, waiting: Waiting, now: float, limit: float) -> None:
-        age = now - waiting.since
-        self.show(f"waiting for {self.name}: {waiting.reason} ({age:.0f} of {limit:g} s)")
-
-    def _split(self, url: str) -> tuple[str, str, httpx.BasicAuth | None]:
-        """Return the URL to show, the one to ask, and user and password."""
-        try:
-            checked_url(url)
-        except ValueError as error:
-            raise ServerError(f"url in {self.section}: {error}.", section=self.section) from None
-        base = url.rstrip("/").removesuffix("/v1")
+    def _open_client(self, base: str) -> httpx.AsyncClient:
         parts = urlsplit(base)
         login, _, host = parts.netloc.rpartition("@")
-        if not login:
-            return base, base, None
         user, _, password = login.partition(":")
-        target = urlunsplit(parts._replace(netloc=host))
-        return public_url(base), target, httpx.BasicAuth(unquote(user), unquote(password))
-
-    def _open_client(
-        self,
-        target: str,
-        login: httpx.BasicAuth | None,
-        api_key: str | None,
-        api_key_var: str,
-        concurrency: int,
-    ) -> httpx.AsyncClient:
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        variable, api_key = self.served.api_key_var, self.served.api_key
         if api_key:
-            if login is not None:
-                raise self.error(two_credentials(f"The url in {self.section}", api_key_var))
-            check_api_key(api_key, api_key_var, self.section)
+            if login:
+                raise self.error(two_credentials(f"The url in {self.section}", variable))
+            check_api_key(api_key, variable, self.section)
             headers["Authorization"] = f"Bearer {api_key}"
         try:
             return httpx.AsyncClient(
-                base_url=target,
-                auth=login,
+                base_url=urlunsplit(parts._replace(netloc=host)),
+                auth=httpx.BasicAuth(unquote(user), unquote(password)) if login else None,
                 headers=headers,
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(
-                    max_connections=concurrency,
-                    max_keepalive_connections=concurrency,
+                    max_connections=self.concurrency,
+                    max_keepalive_connections=self.concurrency,
                     keepalive_expiry=KEEPALIVE_SECONDS,
                 ),
             )
@@ -474,7 +410,7 @@ async def keep_alive(event: str, info: dict[str, Any]) -> None:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
+async def results_of(work: Sequence[Awaitable[T]]) -> list[T]:
     """Return all results in order. The first error cancels the rest."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

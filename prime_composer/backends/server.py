@@ -22,21 +22,21 @@ teacher`` adds, keeps float32 sums. Weights and hidden states stay bfloat16.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Unpack
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from prime_composer.backends.http import (
     SHORT_ANSWER,
     Connection,
-    ConnectionOptions,
     Refused,
     ServerError,
     excerpt,
 )
 from prime_composer.backends.protocols import Limits
+from prime_composer.recipe.backends import Served
 from prime_composer.scoring.shared_vocabulary import out_of_vocabulary
 
 T = TypeVar("T")
@@ -71,24 +71,29 @@ class Text(msgspec.Struct):
 class Server:
     """A running vLLM server: what sampler and scorer share.
 
-    ``model`` is what it should serve, by path, hub id or served name; None accepts any. Completions
-    get more time than ``timeout``, by their number and length. A ``ServerError`` says that nothing
-    answers, that another model is served, or that URL, key or environment cannot be used.
+    ``served`` is its table, or a URL alone. ``model`` is what it should serve, by path, hub id or
+    served name; None accepts any. ``section`` names the table in messages. A server that has never
+    answered is waited for in full where it may be ``starting``. ``status`` is shown for whom the
+    run waits, and ``concurrency`` requests are sent at once. A ``ServerError`` says that nothing
+    answers, that another model is served, or that key or environment cannot be used.
     """
 
     def __init__(
         self,
-        url: str,
+        served: Served | str,
         model: str | Path | None = None,
         *,
         section: str,
+        starting: bool = False,
+        status: Callable[[str], None] | None = None,
+        concurrency: int = 32,
         max_logprobs: int | None = None,  # the server's --max-logprobs, where known
-        **connection: Unpack[ConnectionOptions],
     ):
-        self._connection = Connection(url, section=section, **connection)
-        self.url = self._connection.url
+        table = Served(url=served) if isinstance(served, str) else served
+        self._connection = Connection(
+            table, section, starting=starting, status=status, concurrency=concurrency
+        )
         self.section = section
-        self.concurrency = self._connection.concurrency
         try:
             card = self._find(None if model is None else str(model))
         except BaseException:
@@ -138,10 +143,10 @@ class Server:
         cards = {name: card for card in served for name in (card.id, card.root) if name}
         if model not in cards:
             raise self._connection.error(
-                f"the server at {self.url} serves {', '.join(sorted(cards))}, and the recipe names "
-                f"{model}; set model in {self.section} to what it serves, or start it with that "
-                "model.",
-                key=f"{self.section.strip('[]')}.model",
+                f"the server at {self._connection.url} serves {', '.join(sorted(cards))}, and the "
+                f"recipe names {model}; set model in {self.section} to what it serves, or start it "
+                "with that model.",
+                key="model",
             )
         return cards[model]
 
@@ -182,12 +187,13 @@ class Server:
         if "out of vocabulary" in refusal.reason:
             return self._connection.error(out_of_vocabulary(self.origin, refusal.reason))
         if refusal.status == 401:
-            got = "another" if self._connection.has_key else "none"
+            table = self._connection.served
+            got = "another" if table.api_key else "none"
             return self._connection.error(
                 f"{self._connection.name} asks for an API key and got {got}: put it into the "
                 f"environment variable that api_key_var in {self.section} names "
-                f"({self._connection.api_key_var}).",
-                key=f"{self.section.strip('[]')}.api_key_var",
+                f"({table.api_key_var}).",
+                key="api_key_var",
             )
         return self._connection.error(
             f"{self._connection.name} answered {refusal.status} to {path}: {refusal.reason}"

@@ -51,8 +51,6 @@ def print_inspection(folder: Path, found: Inspection) -> None:
         name += ", hidden states" if hidden else ""
         each = f", {size / rows:.0f} bytes per token" if rows else ""
         print(f"  {name}: {totals['answers']} answers, {rows} tokens, {format_bytes(size)}{each}")
-    for path, size in found.torn.items():
-        print(f"  {path}: its writer was stopped within an answer; {size} bytes are left out")
     for path, count in found.unmarked.items():
         print(
             f"  {path}: {count} answers are left out: their writer has not asked its teacher since "

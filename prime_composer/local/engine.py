@@ -54,6 +54,7 @@ class Engine:
     policy_teacher: PolicyTeacher | None = None  # None without ``[teacher.policy]``
     policy_overflow: Rule = "error"
     policy_room: int = 0  # tokens that a policy teacher may read
+    student_spec: BackendSpec | None = None  # how the sampler was opened
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
     reference: nn.Module | None = None  # the frozen policy of the replay channel's loss
     pairs: Sequence[PreferencePair] = ()  # the preference pairs of a file

@@ -10,7 +10,7 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.batch import PreferencePair
 from prime_composer.teachers.mixture import Teachers
-from prime_composer.teachers.tape.header import header_of, is_same_teacher
+from prime_composer.teachers.tape.opening import header_of, is_same_teacher
 
 WHOSE = ("model", "fingerprint", "dtype")  # Of a tape's header: these name a teacher
 
@@ -35,7 +35,7 @@ def teacher_headers(
     for teacher, scorer in teachers.watched.items():
         config = teachers.routing.teachers[teacher]
         if teacher not in headers and not config.base:
-            headers[teacher] = header_of(scorer, config, specs[teacher], "", None)
+            headers[teacher] = header_of(scorer, specs[teacher], "", None)
     return {
         teacher.table: {key: header[key] for key in WHOSE if key in header}
         for teacher, header in headers.items()

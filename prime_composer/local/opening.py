@@ -28,11 +28,10 @@ from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.problems.prompts import Ends
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
-from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
+from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
 from prime_composer.recipe.watchers import ChecksConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
@@ -53,50 +52,23 @@ if TYPE_CHECKING:
 SCORED_AT_ONCE = 4  # Sequences of a teacher that only scores, on a CPU: prefill takes all cores
 
 
-def student_spec(
-    rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int, ends: Ends | None = None
-) -> BackendSpec:
-    """Return how to open the student's sampler, with room for ``sequences`` side by side."""
-    return BackendSpec(
-        backend=rollout.backend,
-        model=model,
-        dtype=dtype,
-        max_model_len=rollout.context(),
-        sequences=sequences,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        url=rollout.url,
-        api_key_var=rollout.api_key_var,
-        wait=rollout.wait,
-        starting="wait" in rollout.model_fields_set,
-        timeout=rollout.timeout,
-        section="[rollout]",
-        weights_dir=rollout.weights_dir,
-        ends=None if ends is None else ends.ids,
-    )
-
-
 def teacher_spec(
     teacher: TeacherConfig, student: BackendSpec, model: str | Path, samples: bool, table: str
 ) -> BackendSpec:
     """Return how to open a teacher's scorer, whose table has this name."""
-    ends = student.ends
+    backend, ends = teacher.runs_on(student.backend), student.ends
     if teacher.tokenizer == "own":
         ends = tuple(ends_of(model) or ()) or None
     return BackendSpec(
-        backend=teacher.runs_on(student.backend),
-        model=model,
+        teacher,
+        f"[{table}]",
+        backend,
+        model,
         dtype="float32" if teacher.base else teacher.dtype or student.dtype,
-        max_model_len=room_of(teacher.runs_on(student.backend), model, student.max_model_len),
+        max_model_len=room_of(backend, model, student.max_model_len),
         sequences=student.sequences if samples else min(student.sequences, SCORED_AT_ONCE),
-        gpu_memory_utilization=teacher.gpu_memory_utilization,
-        url=teacher.url,
-        api_key_var=teacher.api_key_var,
-        wait=teacher.wait,
-        starting="wait" in teacher.model_fields_set,
-        timeout=teacher.timeout,
-        section=f"[{table}]",
-        head=teacher.head,
         ends=ends,
+        resumes=student.resumes,
     )
 
 
@@ -157,10 +129,18 @@ def open_engine(
             # Not a checkpoint: the library chooses a renderer by the name of the model.
             environments = _start_environments(problems, str(origin), recipe, readers, status)
             opened.callback(environments.close)
-        dtype, size = recipe.trainer.dtype, recipe.side_by_side
-        spec = student_spec(rollout, origin, dtype, size, tokenized.ends)
-        starting = replace(spec, starting=spec.starting or resumes)
-        sampler = NoSampler() if teachers_alone else _open_sampler(model, starting, status)
+        spec = BackendSpec(
+            rollout,
+            "[rollout]",
+            rollout.backend,
+            origin,
+            dtype=recipe.trainer.dtype,
+            max_model_len=rollout.context(),
+            sequences=recipe.side_by_side,
+            ends=tokenized.ends.ids,
+            resumes=resumes,
+        )
+        sampler = NoSampler() if teachers_alone else _open_sampler(model, spec, status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.
         fix_frequencies(model, sampler.limits.max_model_len or rollout.context())
@@ -171,6 +151,7 @@ def open_engine(
             recipe.loss,
             model,
             sampler,
+            student_spec=spec,
             environments=environments,
             context=rollout.context(),
             latent=latent,
@@ -183,7 +164,7 @@ def open_engine(
         elif recipe.asks_teacher:
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
             prompts = _set_specs(engine, routing, spec, paths, samples)
-            scorers = _open_scorers(engine, routing, resumes, status, opened)
+            scorers = _open_scorers(engine, routing, status, opened)
             _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
             _wrap_own_readers(engine, routing, scorers, prompts, status)
             engine.teachers = Teachers(scorers, routing)
@@ -358,7 +339,7 @@ def _open_tapes(
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
             dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
             limit = checks.tolerance or TOLERANCES[dtype or "bfloat16"]
-            taped = with_tape(scorer, config, spec, tokenizers, limit, checks.every > 0, status)
+            taped = with_tape(scorer, spec, tokenizers, limit, checks.every > 0, status)
         scorers[teacher] = taped
         opened.callback(taped.close)
     in_order = {teacher: scorers[teacher] for teacher in routing.teachers}
@@ -415,7 +396,6 @@ def tokenizer_of(spec: BackendSpec) -> Any | None:
 def _open_scorers(
     engine: Engine,
     routing: Routing,
-    resumes: bool,
     status: Callable[[str], None],
     opened: ExitStack,
 ) -> dict[TeacherId, Scorer]:
@@ -433,7 +413,7 @@ def _open_scorers(
             continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")
         with in_table(teacher.table):
-            scorer = open_scorer(replace(spec, starting=spec.starting or resumes), status)
+            scorer = open_scorer(spec, status)
         opened.callback(scorer.close)
         scorers[teacher] = scorer
         head = getattr(scorer, "head_dtype", None)

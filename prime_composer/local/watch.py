@@ -247,4 +247,4 @@ def compared_ids(probe: KnownRequest) -> int:
 
 def place(spec: BackendSpec) -> str:
     """Return where a teacher is: "at URL" without a password, or its model."""
-    return f"({spec.model})" if spec.url is None else f"at {public_url(spec.url)}"
+    return f"({spec.model})" if spec.table.url is None else f"at {public_url(spec.table.url)}"

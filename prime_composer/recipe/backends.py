@@ -1,16 +1,60 @@
 """Name what runs the models of a recipe, and what every other file has to know about it."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ConfigDict, Field
 
-from prime_composer.recipe.carried import not_carried
-from prime_composer.tables import named_module, nearest
+from prime_composer.recipe.carried import CARRIED, not_carried
+from prime_composer.recipe.urls import Url
+from prime_composer.tables import Table, named_module, nearest
 
-WAIT = not_carried("prime-rl has its own rules for servers that are away")
-TIMEOUT = not_carried("prime-rl has its own time limits for answers")
+
+class Served(Table):
+    """How a running vLLM server of a model is asked."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)  # a url may have a password
+
+    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
+    """Base URL of a running vLLM server of the model, for backend 'server'. A teacher's implies
+    that. A plain server in bfloat16 rounds a teacher's logits to about 3 significant digits;
+    `prime-rl teacher` does not, nor one with `--hf-overrides '{"head_dtype": "float32"}'`."""
+
+    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
+    """Environment variable with the API key of the server at `url`, if it needs one."""
+
+    wait: float = Field(
+        default=600.0,
+        ge=0,
+        allow_inf_nan=False,
+        json_schema_extra=not_carried("prime-rl has its own rules for servers that are away"),
+    )
+    """Seconds to wait for the server at `url` while it is away or overloaded, for example
+    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
+    is waited for during 2 seconds, and as long as this where the recipe sets it or with
+    `--resume`."""
+
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        json_schema_extra=not_carried("prime-rl has its own time limits for answers"),
+    )
+    """Seconds that one answer of the server at `url` may take. What it samples may take longer, by
+    its tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow
+    server."""
+
+    @property
+    def api_key(self) -> str | None:
+        """The key that the environment has, sent as a bearer token."""
+        return os.environ.get(self.api_key_var)
+
+    @property
+    def may_be_starting(self) -> bool:
+        """Whether a server that has never answered is waited for in full."""
+        return "wait" in self.model_fields_set
 
 
 class Backend(NamedTuple):

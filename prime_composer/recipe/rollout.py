@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from prime_composer.recipe.backends import TIMEOUT, WAIT, SamplerName, backend_of
+from prime_composer.recipe.backends import SamplerName, Served, backend_of
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import OpenTable
-from prime_composer.recipe.urls import Url
 from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
 USUAL_CONTEXT = 2048  # Context of a recipe that sets none and needs no more
@@ -23,7 +22,7 @@ End = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 """Type of a token that ends an answer: its id, or its text."""
 
 
-class RolloutConfig(Table):
+class RolloutConfig(Served):
     """How the student samples its rollouts."""
 
     backend: SamplerName = Field(
@@ -32,23 +31,6 @@ class RolloutConfig(Table):
     )
     """What samples the rollouts: `vllm`, `transformers`, `server`, or one of your own,
     `my_package.my_module:MySampler`."""
-
-    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
-    """For backend 'server': base URL of a running vLLM server of the student."""
-
-    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
-    """Environment variable with the API key of the server at `url`, if it needs one."""
-
-    wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
-    """Seconds to wait for the server at `url` while it is away or overloaded, for example
-    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
-    is waited for during 2 seconds, and as long as this where the recipe sets it or with
-    `--resume`."""
-
-    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
-    """Seconds that one answer of the server at `url` may take, in addition to the time for its
-    tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow
-    server."""
 
     weights_dir: Path | None = Field(
         default=None,

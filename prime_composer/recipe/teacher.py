@@ -6,10 +6,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig
-from prime_composer.recipe.backends import TIMEOUT, WAIT, ScorerName, backend_of
+from prime_composer.recipe.backends import ScorerName, Served, backend_of
 from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
-from prime_composer.recipe.urls import Url
 from prime_composer.tables import MOST_STEPS, Table
 
 HINT_TEMPLATES = {
@@ -105,7 +104,7 @@ class TeacherPromptConfig(Table):
         return DataConfig.model_validate(values | dict.fromkeys(empty))
 
 
-class TeacherConfig(ModelConfig):
+class TeacherConfig(ModelConfig, Served):
     """The model that scores the student's tokens: a model of its own, the policy with a hint, or
     the student without its adapter."""
 
@@ -130,14 +129,6 @@ class TeacherConfig(ModelConfig):
     """What runs the teacher: `vllm`, `transformers`, `server`, or one of your own,
     `my_package.my_module:MyScorer`. Unset: the rollout's backend."""
 
-    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
-    """Base URL of a running vLLM server. Implies backend 'server'. A plain server in bfloat16
-    rounds its logits to about 3 significant digits. `prime-rl teacher` does not, nor one with
-    `--hf-overrides '{"head_dtype": "float32"}'`."""
-
-    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
-    """Environment variable with the API key of the server at `url`, if it needs one."""
-
     tokenizer: Literal["shared", "own"] = Field(default="shared", json_schema_extra=CARRIED)
     """"shared": the teacher has the student's tokenizer. "own": it has another one, and reads its
     own prompt and the rollout's text; its probabilities of the student's next token are computed
@@ -150,15 +141,6 @@ class TeacherConfig(ModelConfig):
     """Directory of a checkpoint whose output head is read instead of that of the server at `url`,
     for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
     one."""
-
-    wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
-    """Seconds to wait for the server at `url` while it is away or overloaded, for example
-    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
-    is waited for during 2 seconds, and as long as this where the recipe sets it or with
-    `--resume`."""
-
-    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
-    """Seconds that one answer of the server at `url` may take. Raise it for a slow server."""
 
     asked_by: Literal["orchestrator", "trainer"] | None = Field(
         default=None, json_schema_extra=CARRIED

@@ -16,7 +16,6 @@ with the methods of ``Scorer``. Its ``sampler`` writes the answers that an evalu
 ``tests/examples/my_sampler.py`` is a complete sampler.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,45 +24,30 @@ from typing import Any
 from prime_composer.backends.errors import library_errors
 from prime_composer.backends.protocols import Sampler
 from prime_composer.recipe.backends import backend_of
+from prime_composer.recipe.rollout import RolloutConfig
+from prime_composer.recipe.teacher import TeacherConfig
 
 Status = Callable[[str], None]  # Shows a text to the user
 
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """How to open a sampler or a scorer of one model."""
+    """How to open a sampler or a scorer of one model: its table, and what the run has decided."""
 
-    backend: str  # what runs the model, as the recipe names it
+    table: RolloutConfig | TeacherConfig
+    section: str  # the table's name, in brackets
+    backend: str  # what runs the model, as a recipe names it
     model: str | Path  # directory or hub id
     dtype: str  # of weights and activations
     max_model_len: int  # prompt and completion together, in tokens
     sequences: int  # that it samples or scores side by side
-    gpu_memory_utilization: float  # share, for vLLM
-    url: str | None  # base URL, for a server
-    api_key_var: str  # environment variable with the server's API key
-    wait: float  # seconds to wait for a server that is away
-    starting: bool  # wait as long for one that has never answered
-    timeout: float  # seconds that one answer of a server may take
-    section: str  # the recipe's table of the model, in brackets
-    weights_dir: Path | None = None  # for a server's new weights; None: the system's own
-    head: Path | None = None  # checkpoint of a served teacher's head; None asks the server
     ends: tuple[int, ...] | None = None  # that end a text, and no others; None: the model's own
+    resumes: bool = False  # the run does, and a server may have been restarted with it
 
     @property
     def serves(self) -> bool:
         """Whether the model runs at a URL, and not on this machine's files."""
-        return self.url is not None
-
-    def connection(self, status: Status | None) -> dict[str, Any]:
-        """Return how its server is asked. ``status`` is shown when the run waits for it."""
-        return {
-            "wait": self.wait,
-            "starting": self.starting,
-            "timeout": self.timeout,
-            "status": status,
-            "api_key": os.environ.get(self.api_key_var),
-            "api_key_var": self.api_key_var,
-        }
+        return self.table.url is not None
 
 
 def _vllm(spec: BackendSpec, status: Status | None) -> Sampler:
@@ -74,7 +58,7 @@ def _vllm(spec: BackendSpec, status: Status | None) -> Sampler:
         dtype=spec.dtype,
         max_model_len=spec.max_model_len,
         sequences=spec.sequences,
-        gpu_memory_utilization=spec.gpu_memory_utilization,
+        gpu_memory_utilization=spec.table.gpu_memory_utilization,
         eos_token_ids=spec.ends,
     )
 
@@ -93,14 +77,15 @@ def _transformers(spec: BackendSpec, status: Status | None) -> Sampler:
 def _server(spec: BackendSpec, status: Status | None) -> Sampler:
     from prime_composer.samplers.server import ServerSampler
 
-    assert spec.url is not None
+    assert isinstance(spec.table, RolloutConfig)
     return ServerSampler(
-        spec.url,
+        spec.table,
         str(spec.model),
         section=spec.section,
-        weights_dir=spec.weights_dir,
+        weights_dir=spec.table.weights_dir,
         eos_token_ids=spec.ends,
-        **spec.connection(status),
+        starting=spec.resumes,
+        status=status,
     )
 
 

@@ -4,34 +4,21 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import msgspec
 from torch import nn
 
-from prime_composer.backends.alignment import (
-    check_lengths,
-    make_rollout,
-)
+from prime_composer.backends.alignment import check_lengths, make_rollout
 from prime_composer.backends.answers import check_choices
 from prime_composer.backends.errors import naming
-from prime_composer.backends.http import (
-    RETRIED,
-    ConnectionOptions,
-    Refused,
-    ServerError,
-)
+from prime_composer.backends.http import RETRIED, Refused, ServerError
 from prime_composer.backends.lora.views import weights_to_load
-from prime_composer.backends.protocols import (
-    Rollout,
-    SamplingParams,
-)
+from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.backends.scratch import scratch_folder
 from prime_composer.backends.server import Server, plain_sampling
-from prime_composer.backends.vllm_logprobs import (
-    answer_bytes,
-    read_completions,
-)
+from prime_composer.backends.vllm_logprobs import answer_bytes, read_completions
+from prime_composer.recipe.backends import Served
 
 SLOW_COMPLETION = 10  # Tokens per second of one completion on a slow server
 
@@ -85,16 +72,16 @@ class ServerSampler(Server):
 
     def __init__(
         self,
-        url: str,
+        served: Served | str,
         model: str | Path | None = None,
         *,
         section: str = "[rollout]",
         weights_dir: str | Path | None = None,  # both sides read it; None: the temporary one
         eos_token_ids: Sequence[int] | None = None,  # beside a call's own; None: the server's
         seeded: bool = True,  # with a seed per request, so that rollouts are reproducible
-        **connection: Unpack[ConnectionOptions],
+        **connection: Any,
     ):
-        super().__init__(url, model, section=section, **connection)
+        super().__init__(served, model, section=section, **connection)
         self.weights_dir = weights_dir
         self.eos_token_ids = eos_token_ids
         self.seeded = seeded
@@ -149,7 +136,7 @@ class ServerSampler(Server):
     ) -> list[Rollout]:
         greedy = params.temperature == 0
         count = 1 if greedy else params.n
-        at_once = count * min(len(prompts), self.concurrency)
+        at_once = count * min(len(prompts), self._connection.concurrency)
         if not greedy and (params.temperature != 1 or params.top_p < 1):
             self._check_processed(prompts[0])
 

@@ -6,6 +6,7 @@
 from prime_composer.backends.errors import library_errors
 from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Scorer
+from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, Status, open_outside, with_errors
 
 
@@ -18,7 +19,7 @@ def _vllm(spec: BackendSpec, status: Status | None) -> Scorer:
         max_model_len=spec.max_model_len,
         sequences=spec.sequences,
         max_logprobs="full",
-        gpu_memory_utilization=spec.gpu_memory_utilization,
+        gpu_memory_utilization=spec.table.gpu_memory_utilization,
         eos_token_ids=spec.ends,
     )
 
@@ -37,15 +38,16 @@ def _transformers(spec: BackendSpec, status: Status | None) -> Scorer:
 def _server(spec: BackendSpec, status: Status | None) -> Scorer:
     from prime_composer.teachers.server import ServerScorer
 
-    assert spec.url is not None
+    assert isinstance(spec.table, TeacherConfig)
     return ServerScorer(
-        spec.url,
+        spec.table,
         str(spec.model),
         section=spec.section,
         heads=cache_root() / "heads",
-        head=spec.head,
+        head=spec.table.head,
         eos_token_ids=spec.ends,
-        **spec.connection(status),
+        starting=spec.resumes,
+        status=status,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 
 from jaxtyping import Int
 from torch import Tensor
@@ -15,10 +15,10 @@ from prime_composer.backends.alignment import (
     sequences_to_score,
 )
 from prime_composer.backends.errors import Refused, ServerError
-from prime_composer.backends.http import ConnectionOptions
 from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
+from prime_composer.recipe.backends import Served
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.client import TeacherClient, kind_of
 from prime_composer.teachers.served_head import ServedHead
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class ServerScorer(Server):
-    """Teacher scores of a running vLLM server (``protocols.Scorer``); see ``Server``.
+    """Teacher scores of a running vLLM server (``protocols.Scorer``), with ``Server``'s arguments.
 
     Output heads are kept in the folder ``heads``, by their hash; None: nowhere. That of the
     checkpoint in ``head`` is read instead of the server's, and has to be the same.
@@ -37,7 +37,7 @@ class ServerScorer(Server):
 
     def __init__(
         self,
-        url: str,
+        served: Served | str,
         model: str | Path | None = None,
         *,
         section: str = "[teacher]",
@@ -45,16 +45,16 @@ class ServerScorer(Server):
         heads: Path | None = None,
         head: Path | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        **connection: Unpack[ConnectionOptions],
+        **connection: Any,
     ):
         self._heads, self._head_files, self._head = heads, head, None
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._asked_at: int | None = None
-        super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
+        super().__init__(served, model, section=section, max_logprobs=max_logprobs, **connection)
         self._client = TeacherClient(self, self.model)
         self._open_sampler = partial(
             ServerSampler,
-            url,
+            served,
             self.model,
             section=section,
             eos_token_ids=eos_token_ids,

@@ -1,6 +1,5 @@
 """Open a teacher, and check that it fits the student and the loss."""
 
-import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -30,8 +29,6 @@ from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
 
 Teacher = str | Path | nn.Module | Scorer  # A URL, a directory or hub id, or one in memory
-
-API_KEY_VARIABLE = "VLLM_API_KEY"
 
 
 def is_url(teacher: Teacher) -> bool:
@@ -66,8 +63,6 @@ def open_teacher(
             section="teacher_model",
             heads=cache_root() / "heads",
             status=status,
-            api_key=os.environ.get(API_KEY_VARIABLE),
-            api_key_var=API_KEY_VARIABLE,
         )
     settings = {
         "dtype": "float32",

@@ -21,17 +21,19 @@ from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused, ServerError
 from prime_composer.backends.protocols import Limits, SamplingParams
 from prime_composer.local import opening
-from prime_composer.local.opening import student_spec, teacher_spec
+from prime_composer.local.opening import teacher_spec
 from prime_composer.local.probe.run import impatient
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import Ends
+from prime_composer.recipe.backends import Served
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.registry import open_sampler
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.server import ServerScorer
+from tests.builders import student_spec
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
@@ -615,7 +617,7 @@ def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
 
 def specs_of(recipe, teacher, table="teacher"):
     """Return how the student's sampler and a teacher's scorer are opened."""
-    student = student_spec(recipe.rollout, "m", recipe.trainer.dtype, recipe.side_by_side)
+    student = student_spec(recipe)
     return student, teacher_spec(teacher, student, "m", samples=False, table=table)
 
 
@@ -628,15 +630,15 @@ def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
     recipe = parse_recipe(raw)
     student, teacher = specs_of(recipe, recipe.teachers["big"], "teachers.big")
     scorer, sampler = open_scorer(teacher), open_sampler(student)
-    assert (scorer._connection.wait, scorer.section) == (3.0, "[teachers.big]")
-    assert (sampler._connection.wait, sampler.section) == (4.0, "[rollout]")
-    assert (scorer._connection.timeout, sampler._connection.timeout) == (5.0, 6.0)
+    tables = [one._connection.served for one in (scorer, sampler)]
+    assert [(table.wait, table.timeout) for table in tables] == [(3, 5), (4, 6)]
+    assert (scorer.section, sampler.section) == ("[teachers.big]", "[rollout]")
     scorer.close()
     sampler.close()
-    assert scorer._connection.starting and sampler._connection.starting
+    assert all(table.may_be_starting for table in tables)
     del raw["rollout"]["wait"], raw["teachers"]["big"]["wait"]
     unset = parse_recipe(raw)
-    assert not any(spec.starting for spec in specs_of(unset, unset.teachers["big"]))
+    assert not unset.rollout.may_be_starting and not unset.teachers["big"].may_be_starting
     assert parse_recipe(tiny_recipe()).rollout.wait == 600
     assert parse_recipe(tiny_recipe()).teacher.timeout == 600
 
@@ -661,7 +663,7 @@ def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path
     raw["rollout"] |= {"backend": "server", "url": "http://b:1"}
     recipe = parse_recipe(raw)
     opening.open_engine(recipe, Mock(spec=ProblemSet), {}, str, tmp_path if resumed else None)
-    assert [(spec.section, spec.starting) for spec in specs] == [
+    assert [(spec.section, spec.resumes) for spec in specs] == [
         ("[rollout]", resumed),
         ("[teacher]", resumed),
     ]
@@ -733,7 +735,7 @@ def completion(body):
 
 def test_dropped_request_is_retried_until_it_lasts(fake_server):
     fake_server.answers["/v1/completions"] = (200, completion)
-    sampler = ServerSampler(fake_server.url, wait=0.5)
+    sampler = ServerSampler(Served(url=fake_server.url, wait=0.5))
     fake_server.drops = 2
     (rollout,) = sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
     assert rollout.token_ids.tolist() == [5, 7]

@@ -61,12 +61,9 @@ def measure(name: str, asked: dict[str, Any], turns: int, folder: Path) -> list[
         ]
         tape = folder / f"tape {turn}"
         scorer = TransformersScorer(model, dtype=dtype, max_model_len=512)
-        spec = BackendSpec(
-            *("transformers", model, dtype, 512, count, 0.3, None, "KEY", 0.0, False, 1.0),
-            "[teacher]",
-        )
         config = TeacherConfig(model=str(model), tape=tape)
-        taped = with_tape(scorer, config, spec, ("hash", None), 0.5, True, print)
+        spec = BackendSpec(config, "[teacher]", "transformers", model, dtype, 512, count)
+        taped = with_tape(scorer, spec, ("hash", None), 0.5, True, print)
         taped.score(rollouts[:1], **asked)  # the known request and the head, once per tape
         ways = (scorer.score, taped.score, taped.score)
         for times, way in zip(found, ways, strict=True):

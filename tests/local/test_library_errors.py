@@ -6,6 +6,7 @@ import pytest
 
 from prime_composer.backends.errors import BackendFailed
 from prime_composer.backends.protocols import Limits
+from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.samplers import registry
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.teachers import registry as scorers
@@ -19,9 +20,7 @@ ERRORS = [
 
 
 def spec(backend: str, table: str) -> BackendSpec:
-    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 8, "sequences": 1}
-    settings |= {"gpu_memory_utilization": 0.1, "url": None, "api_key_var": "K", "wait": 0.0}
-    return BackendSpec(backend, "the/model", starting=False, timeout=1.0, section=table, **settings)
+    return BackendSpec(RolloutConfig(), table, backend, "the/model", "float32", 8, 1)
 
 
 class Fails:

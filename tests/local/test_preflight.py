@@ -15,7 +15,7 @@ from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
 from prime_composer.local.context import check_prompts
 from prime_composer.local.engine import Engine
-from prime_composer.local.opening import student_spec, teacher_spec
+from prime_composer.local.opening import teacher_spec
 from prime_composer.local.preflight import preflight, sampling_warnings
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
@@ -38,6 +38,7 @@ from prime_composer.teachers.compatibility import (
 )
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.server import ServerScorer
+from tests.builders import student_spec
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
 from tests.local.helpers import Silent, open_run, opened, run, tiny_models
@@ -387,7 +388,7 @@ def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_mod
     problems = load_problem_set(recipe.sources)
     routing = Routing.of_recipe(recipe)
     teacher = TeacherId()
-    student = student_spec(recipe.rollout, models.tied, "float32", sequences=1)
+    student = student_spec(recipe, models.tied)
     engine = Engine(
         problems=TokenizedProblems(problems, tokenizer),
         loss=recipe.loss,

@@ -211,8 +211,8 @@ def test_tolerance_of_a_server_is_that_of_its_noise(
     with engine:
         result = preflight(engine, recipe, lambda _: None)
         spec = engine.teacher_specs[THE]
-        served = {**vars(spec), "backend": "server", "url": "http://me:secret@127.0.0.1:9"}
-        engine.teacher_specs = {THE: type(spec)(**served)}
+        served = spec.table.model_copy(update={"url": "http://me:secret@127.0.0.1:9"})
+        engine.teacher_specs = {THE: replace(spec, backend="server", table=served)}
         scorer = engine.teachers.scorers[THE] = Noisy(engine.teachers.scorers[THE], noise)
         if limit is None:
             message = r"at http://\*\*\*@127.0.0.1:9 gives answers .* 2 nat apart; let one model"

@@ -921,36 +921,33 @@ MUTANTS: dict[str, Mutant] = {
         TAPE_ANSWERS, "_scores_of", ("tensors.get('known')", "None"),
     ),
     "tape: larger K not read": mutant(
-        TAPE_STORE, "Store._fitting", ("place.note.k >= k", "place.note.k == k"),
+        TAPE_STORE, "Store._fitting", ("one.note.k >= k", "one.note.k == k"),
     ),
     "tape: smaller K read for a larger": mutant(
-        TAPE_STORE, "Store._fitting", ("place.note.k >= k", "place.note.k <= k"),
+        TAPE_STORE, "Store._fitting", ("one.note.k >= k", "one.note.k <= k"),
     ),
     "tape: hidden states not needed": mutant(
-        TAPE_STORE, "Store._fitting", ("place.note.hidden or not hidden", "True"),
+        TAPE_STORE, "Store._fitting", ("one.note.hidden or not hidden", "True"),
     ),
     "tape: damaged answer read": mutant(
-        TAPE_STORE, "Place.read",
+        TAPE_STORE, "StoredAnswer.read",
         ("len(content) == self.note.size and zlib.crc32(content) == self.note.crc", "True"),
     ),
     "tape: damaged index read": mutant(
-        TAPE_STORE, "_read_index", ("_crc(index, body_size) != crc", "False"),
+        TAPE_STORE, "answers_of", ("checksum != _checksum(index)", "False"),
     ),
     "tape: answers without a mark read": mutant(
-        TAPE_STORE, "read_frames", ("not own", "True"),
+        TAPE_STORE, "Store.add", ("FILES if marked else UNPROVEN", "FILES"),
     ),
-    "tape: half a frame stays": mutant(
-        TAPE_STORE, "Store._undo", ("self._file.truncate()", "None"),
+    "tape: half a file stays": mutant(
+        TAPE_STORE, "_write_whole", ("unfinished.unlink(missing_ok=True)", "None"),
     ),
-    "tape: mark behind a hole": mutant(
-        TAPE_STORE, "Store._undo", ("self._file.seek(self._end)", "self._end"),
-    ),
-    "tape: mark forgotten": mutant(
+    "tape: failed mark forgotten": mutant(
         TAPE_STORE, "Store.mark",
-        ("self._write([*_frame([])], [])", "(self._write([*_frame([])], []) or True)"),
+        ("[path for path in self._unproven if path not in names]", "[]"),
     ),
     "tape: another's answer kept twice": mutant(
-        TAPE_STORE, "Store.add", ("self._look()", "None"),
+        TAPE_STORE, "Store.add", ("self.refresh()", "None"),
     ),
     "tape: draws kept by prompt": mutant(
         TAPE_SCORER, "TapedSampler.generate", ("params.temperature > 0", "False"),

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local.opening import student_spec, teacher_spec
+from prime_composer.local.opening import teacher_spec
 from prime_composer.local.requirements import check_libraries, local_models
 from prime_composer.recipe.loading import RecipeError, parse_recipe
 from prime_composer.samplers.registry import open_sampler
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.upstream.export import export_recipe
+from tests.builders import student_spec
 from tests.command import CLI, numbers, toml
 from tests.fork_server import ForkServer
 from tests.local.helpers import Silent, copy_first_half, run
@@ -156,7 +157,7 @@ def test_function_that_opens_no_sampler_is_refused(tiny_recipe: Raw, tmp_path: P
         """,
     )
     recipe = parse_recipe(tiny_recipe(rollout__backend="bad:opens", teacher__backend="bad:opens"))
-    student = student_spec(recipe.rollout, "m", "float32", sequences=1)
+    student = student_spec(recipe)
     with pytest.raises(ValueError, match=r"\[rollout\] backend = 'bad:opens' .* no sampler"):
         open_sampler(student)
     spec = teacher_spec(recipe.teacher, student, "m", samples=False, table="teacher")

@@ -17,6 +17,7 @@ import torch
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
 from prime_composer.backends.http import Connection
 from prime_composer.contract import TeacherHead
+from prime_composer.recipe.backends import Served
 from prime_composer.teachers.client import TeacherClient
 from prime_composer.teachers.server import ServerScorer
 
@@ -25,7 +26,7 @@ class Bare(ServerScorer):
     """The transport of a server that has the plugin's routes alone."""
 
     def __init__(self, url: str):
-        self._connection = Connection(url, section="[teacher]")
+        self._connection = Connection(Served(url=url), "[teacher]")
 
 
 def memory(name: str) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Connection, Refused, ServerError
+from prime_composer.recipe.backends import Served
 from prime_composer.scoring.requests import MOST_SEQUENCES
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
@@ -33,8 +34,21 @@ from tests.vllm_process import TeacherProcess, save_tokenizer
 
 pytestmark = pytest.mark.vllm
 
-KEY = "a-key"
+KEY, KEY_VAR = "a-key", "PRIME_COMPOSER_TEST_KEY"
 LENGTHS = (2, 3, 17, 128, 129, 191, 192, 193, 300, 400, 511)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keys():
+    """The keys that the tables of these tests name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VAR, KEY)
+        patch.setenv("ANOTHER_KEY", "another")
+        yield
+
+
+def served(server, variable=KEY_VAR):
+    return Served(url=server.url, api_key_var=variable)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +71,7 @@ def server(model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(server):
-    scorer = ServerScorer(server.url, api_key=KEY)
+    scorer = ServerScorer(served(server))
     yield scorer
     scorer.close()
 
@@ -123,7 +137,7 @@ def test_fingerprint_is_that_of_the_load(server, model, rollouts, tmp_path):
     found = []
     with contextlib.ExitStack() as stack:
         for _ in range(2):
-            scorer = ServerScorer(server.url, api_key=KEY)
+            scorer = ServerScorer(served(server))
             stack.callback(scorer.close)
             scorer.score(rollouts[:3], 4)
             (fingerprint,) = scorer.client.known.fingerprints
@@ -231,9 +245,9 @@ def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts)
 
 
 @pytest.mark.parametrize("path", [SCORE_PATH, HEAD_PATH])
-@pytest.mark.parametrize("key", [None, "another"])
-def test_api_key_guards_the_routes(server, path, key):
-    connection = Connection(server.url, section="[teacher]", api_key=key)
+@pytest.mark.parametrize("variable", ["NO_KEY", "ANOTHER_KEY"])
+def test_api_key_guards_the_routes(server, path, variable):
+    connection = Connection(served(server, variable), "[teacher]")
     with pytest.raises(Refused) as refused:
         connection.run(connection.request("POST", path, {"version": VERSION, "sequences": []}))
     assert refused.value.status == 401
@@ -249,7 +263,7 @@ def test_wrong_questions_do_not_end_the_engine(server, scorer, rollouts):
         SequenceRequest([5] * 600, 1),
         SequenceRequest([5, 6], 1, "AAAAgA=="),
     ]  # fmt: skip
-    connection = Connection(server.url, section="[teacher]", api_key=KEY)
+    connection = Connection(served(server), "[teacher]")
     for sequence in wrong:
         kinds = ["given"] if sequence.given else ["sampled"]
         question = msgspec.to_builtins(ScoreRequest(VERSION, [good, sequence], kinds))
@@ -262,7 +276,7 @@ def test_wrong_questions_do_not_end_the_engine(server, scorer, rollouts):
 
 def test_mark_in_a_plain_request_is_no_mark(server):
     """Extra arguments of another route cannot reach the plugin's code."""
-    connection = Connection(server.url, section="[teacher]", api_key=KEY)
+    connection = Connection(served(server), "[teacher]")
     body = {"model": str(server.directory), "prompt": [5, 6, 7], "max_tokens": 1}
     body |= {"prompt_logprobs": 1, "vllm_xargs": {"prime_composer": "x", "other": [1]}}
     answer = json.loads(bytes(connection.run(connection.request("POST", "/v1/completions", body))))
@@ -354,7 +368,7 @@ def test_preempted_prefills_are_answered_whole(server, rollouts, exact, model, t
     options.append("--no-scheduler-reserve-full-isl")
     log = tmp_path / "server.log"
     with TeacherProcess(server.directory, log, *options, VLLM_API_KEY=KEY) as small:
-        scorer = ServerScorer(small.url, api_key=KEY)
+        scorer = ServerScorer(served(small))
         test_scores_equal_torchs_own_forward(scorer, rollouts * 2, exact * 2, 8)
         test_given_ids_get_their_log_probs(scorer, rollouts, exact)
         test_hidden_states_and_head_give_the_same_log_probs(

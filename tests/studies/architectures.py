@@ -143,11 +143,12 @@ def served(cell: str, model: Path, scratch: Path) -> Iterator[str]:
 
 def spec_of(config: Path, model: Path, cell: str, table: str) -> Any:
     """Return how a recipe opens its student's sampler, or its teacher."""
-    from prime_composer.local.opening import student_spec, teacher_spec
+    from prime_composer.local.opening import teacher_spec
     from prime_composer.recipe import load_recipe
+    from tests.builders import student_spec
 
     read = load_recipe(str(config))
-    student = student_spec(read.rollout, model, read.trainer.dtype, 8)
+    student = student_spec(read, model)
     if table == "student":
         return student
     assert read.teacher is not None

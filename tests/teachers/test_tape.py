@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -82,11 +83,6 @@ class Drawn:
     def close(self) -> None: ...
 
 
-SPEC = BackendSpec(
-    *("transformers", "a/model", "float32", 64, 4, 0.3, None, "KEY", 0.0, False, 1.0, "[teacher]")
-)
-
-
 OPEN: list[TapedScorer] = []
 
 
@@ -102,12 +98,22 @@ def config(folder: Path, **changes: Any) -> TeacherConfig:
     return TeacherConfig(**{"model": "a/model", "tape": folder, **changes})
 
 
-def opened(folder: Path, scorer: Any, told: list[str] | None = None, **changes: Any) -> TapedScorer:
-    tell = (lambda text: None) if told is None else told.append
-    OPEN.append(
-        with_tape(scorer, config(folder, **changes), SPEC, ("hash", None), 1e-4, True, tell)
+def opened(
+    folder: Path,
+    scorer: Any,
+    table: Any = MappingProxyType({}),
+    tokenizers: tuple[str, str | None] = ("hash", None),
+    **spec: Any,
+) -> TapedScorer:
+    """Open a teacher with a tape; ``table`` and ``spec`` change how it is opened."""
+    usual = BackendSpec(
+        config(folder, **table), "[teacher]", "transformers", "a/model", "float32", 64, 4
     )
+    OPEN.append(with_tape(scorer, replace(usual, **spec), tokenizers, 1e-4, True, print))
     return OPEN[-1]
+
+
+SERVED = {"url": "http://host:1"}
 
 
 def alone(folder: Path, **changes: Any) -> TapedScorer:
@@ -242,20 +248,17 @@ def test_tape_of_another_recipe_is_refused(
 ) -> None:
     """With a teacher and without one. A recipe that names no model is not refused for it."""
     opened(tmp_path, Drawn())
-    own = config(tmp_path, **changes)
     with pytest.raises(TapeError, match=named):
-        with_tape(Drawn(), own, SPEC, (hash_now, None), 1e-4, True, print)
+        opened(tmp_path, Drawn(), changes, (hash_now, None))
     with pytest.raises(TapeError, match=named):
-        tape_alone(own, "teacher", (hash_now, None), 48, print)
+        tape_alone(config(tmp_path, **changes), "teacher", (hash_now, None), 48, print)
     assert alone(tmp_path, model=None).live is None
 
 
 def test_tape_of_a_tokenizer_alone_is_read_by_its_hash(tmp_path: Path) -> None:
     """A folder without weights has no content of the teacher's to compare."""
     folder, named = tmp_path / "tape", {"tokenizer": "own", "model": str(tmp_path)}
-    with_tape(
-        *(Drawn(), config(folder, tokenizer="own"), SPEC, ("hash", "own"), 1e-4, True, print)
-    ).close()
+    opened(folder, Drawn(), {"tokenizer": "own"}, ("hash", "own"))
     (tmp_path / "tokenizer.json").write_text("{}")
     own = config(folder, tape_only=True, **named)
     assert tape_alone(own, "teacher", ("hash", "own"), 48, print).live is None
@@ -281,25 +284,22 @@ def test_tape_of_another_server_is_refused(
 
     The largest K of a request is none of this: a K that is too large is not on the tape.
     """
-    served = replace(SPEC, backend="server", url="http://host:1")
     first, second = Drawn(), Drawn()
     for name, value in changes.items():
         setattr(second, name, value)
-    arguments = (config(tmp_path), served, ("hash", None), 1e-4, True, print)
-    OPEN.append(with_tape(first, *arguments))
+    opened(tmp_path, first, SERVED, backend="server")
     if named is None:
-        OPEN.append(with_tape(second, *arguments))
+        opened(tmp_path, second, SERVED, backend="server")
         return
     with pytest.raises(TapeError, match=f"{named}.*its server's settings"):
-        with_tape(second, *arguments)
+        opened(tmp_path, second, SERVED, backend="server")
 
 
 def test_tape_of_another_precision_is_refused(tmp_path: Path) -> None:
     """An open teacher in bfloat16 adds nothing to a tape in float32."""
     opened(tmp_path, Drawn())
-    half = replace(SPEC, dtype="bfloat16")
     with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
-        with_tape(Drawn(), config(tmp_path), half, ("hash", None), 1e-4, True, print)
+        opened(tmp_path, Drawn(), dtype="bfloat16")
 
 
 def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
@@ -311,10 +311,8 @@ def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
 
 def test_tape_of_a_served_teacher_waits_for_its_proof(tmp_path: Path) -> None:
     """Others read its answers once it has answered a known request rightly after them."""
-    served = replace(SPEC, backend="server", url="http://host:1")
     scorer = Drawn()
-    taped = with_tape(scorer, config(tmp_path), served, ("hash", None), 1e-4, True, print)
-    OPEN.append(taped)
+    taped = opened(tmp_path, scorer, SERVED, backend="server")
     taped.score([ONE], 4)
     with pytest.raises(NotOnTape):
         alone(tmp_path).score([ONE], 4)
@@ -341,8 +339,8 @@ def test_tape_folders_are_joined_by_copying(tmp_path: Path) -> None:
     """The files of two writers have names of their own."""
     for name, one in (("a", ONE), ("b", TWO)):
         opened(tmp_path / name, Drawn()).score([one], 4)
-    (file,) = (tmp_path / "b").glob(FILES)
-    shutil.copy(file, tmp_path / "a")
+    for file in (tmp_path / "b").glob(FILES):
+        shutil.copy(file, tmp_path / "a")
     read = alone(tmp_path / "a").score([ONE, TWO], 4)
     assert all(map(equal, read, Drawn().score([ONE, TWO], 4)))
 
@@ -373,10 +371,7 @@ def test_tape_greedy_answers_are_kept_by_prompt(tmp_path: Path) -> None:
     assert scorer.prompts == 7 + 2 + 3
     silent = alone(tmp_path).sampler
     assert silent is not None and len(silent.generate([[4, 5]], greedy, 0)) == 1
-    other = with_tape(
-        *(scorer, config(tmp_path), replace(SPEC, ends=(7,)), ("hash", None), 1e-4, True, print)
-    )
-    OPEN.append(other)
+    other = opened(tmp_path, scorer, ends=(7,))
     assert other.sampler is not None
     for params, seed in ((greedy, 0), (draws, 7)):  # which went on behind another end
         asked = scorer.prompts
@@ -448,4 +443,4 @@ def test_store_keeps_an_answer_once(tmp_path: Path) -> None:
     asked = other.asked
     assert equal(second.score([ONE], 4)[0], first.score([ONE], 4)[0])
     assert other.asked == asked
-    assert sum(place.note.kind == "top K" for place in Store(tmp_path, print).places) == 1
+    assert sum(one.note.kind == "top K" for one in Store(tmp_path, print).answers) == 1

@@ -1,4 +1,4 @@
-"""The files of a tape: torn, damaged, full, and written by several processes at once."""
+"""The files of a tape: half written, damaged, full, and written by several processes at once."""
 
 import errno
 import random
@@ -8,22 +8,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from prime_composer.teachers.tape import store as store_module
 from prime_composer.teachers.tape.store import (
     FILES,
-    HEAD,
+    FORMAT,
     HEADER_FILE,
     Note,
     Record,
     Store,
+    TapeError,
     inspect,
 )
 from tests.fork_server import ForkServer
 
-HEADER = {"format": 1, "model": "a/model"}
+HEADER = {"model": "a/model"}
 
 
 def record(key: str, content: bytes = b"", k: int = 4) -> Record:
@@ -37,7 +39,6 @@ def opened(
     store = Store(folder, (lambda text: None) if told is None else told.append, limit)
     store.begin(HEADER)
     yield store
-    store.close()
 
 
 def file_of(folder: Path) -> Path:
@@ -54,40 +55,22 @@ def test_store_gives_back_what_was_kept(tmp_path: Path) -> None:
         assert store.get("a", 5) == b"sixteen ids" and store.get("a", 17) is None
         assert store.get("a", 5, exact=True) is None and store.get("a", hidden=True) is None
     with opened(tmp_path) as again:
-        assert again.get("a", 4) == b"four" and len(list(again.places)) == 3
+        assert again.get("a", 4) == b"four" and len(list(again.answers)) == 3
         assert again.size == file_of(tmp_path).stat().st_size
     assert inspect(tmp_path).kinds[("top K", 4, False)]["answers"] == 2
 
 
-def test_store_torn_end_is_left_out(tmp_path: Path) -> None:
-    """Wherever a writer was killed: whole calls are there, the last one is not, and a line says so.
-
-    The next writer has a file of its own.
-    """
+def test_store_half_written_file_is_no_answer(tmp_path: Path) -> None:
+    """Of a writer that was killed: it is not read, and the next one removes it without a word."""
     with opened(tmp_path) as store:
-        store.add([record("a"), record("b")])
-        first = store.size
-        store.add([record("c"), record("d")])
-        whole = file_of(tmp_path).read_bytes()
-    mark = HEAD.size + len("[]")
-    ends = [0, first - mark, first, len(whole) - mark, len(whole)]
-    for cut in range(len(whole) + 1):
-        folder = tmp_path / f"cut {cut}"
-        folder.mkdir()
-        (folder / "answers-0.tape").write_bytes(whole[:cut])
-        told: list[str] = []
-        with opened(folder, told) as store:
-            kept = {place.note.key for place in store.places}
-            calls = (cut >= first) + (cut == len(whole))
-            assert kept == set("abcd"[: 2 * calls])
-            torn = cut - max(end for end in ends if end <= cut)
-            assert [f"last {torn} bytes" in text for text in told] == [True] * (torn > 0)
-            store.add([record("c", b"new")])
-            assert store.get("c") == (b"answer c 4" if calls == 2 else b"new")
-        found = inspect(folder)
-        assert found.damage == [] and list(found.torn.values()) == [torn] * (torn > 0)
-        without_mark = 2 * (cut >= ends[1]) + 2 * (cut >= ends[3]) - 2 * calls
-        assert sum(found.unmarked.values()) == without_mark
+        store.add([record("a")])
+        (tmp_path / "answers-0.tmp").write_bytes(file_of(tmp_path).read_bytes()[:-1])
+        store.refresh()
+        assert len([*store.answers]) == 1
+    told: list[str] = []
+    with opened(tmp_path, told) as again:
+        assert len([*again.answers]) == 1 and told == []
+    assert not [*tmp_path.glob("*.tmp")] and inspect(tmp_path).damage == []
 
 
 def test_store_answers_without_a_mark_are_not_read(tmp_path: Path) -> None:
@@ -97,42 +80,36 @@ def test_store_answers_without_a_mark_are_not_read(tmp_path: Path) -> None:
         writer.add([record("b")], marked=False)
         reader.refresh()
         assert writer.get("a") == b"answer a 4" and reader.get("a") is reader.get("b") is None
-        (count,) = inspect(tmp_path).unmarked.values()
-        assert count == 2 and inspect(tmp_path).kinds == {}
+        assert sum(inspect(tmp_path).unmarked.values()) == 2 and inspect(tmp_path).kinds == {}
         writer.mark()
         writer.add([record("c")], marked=False)
         reader.refresh()
         assert reader.get("a") and reader.get("b") and reader.get("c") is None
-        size = writer.size
+        assert writer.get("a") == b"answer a 4" and writer.get("c") and writer.is_unmarked
         writer.mark()
-        writer.mark()
-        assert writer.size == size + HEAD.size + len("[]")
+        assert not writer.is_unmarked
     with opened(tmp_path) as store:
-        assert {place.note.key for place in store.places} == set("abc")
+        assert {one.note.key for one in store.answers} == set("abc")
 
 
-def test_store_damaged_answer_is_never_read(tmp_path: Path) -> None:
-    """Any byte of a file changed: an answer is right or left out, and ``check`` sees it."""
+@pytest.mark.parametrize("cut", [False, True], ids=["changed", "cut"])
+def test_store_damaged_answer_is_never_read(cut: bool, tmp_path: Path) -> None:
+    """Any byte of a file changed, or its end lost: an answer is right or left out, and is seen."""
+    right = {"a": b"x" * 40, "b": b"y" * 40}
     with opened(tmp_path) as store:
-        store.add([record("a", b"x" * 40), record("b", b"y" * 40)])
-        store.add([record("c", b"z" * 40)])
+        store.add([record(key, content) for key, content in right.items()])
         whole = file_of(tmp_path).read_bytes()
-    right = {"a": b"x" * 40, "b": b"y" * 40, "c": b"z" * 40}
     draw = random.Random(5)
     for place in range(len(whole)):
         changed = bytearray(whole)
         changed[place] ^= 1 << draw.randrange(8)
-        file_of(tmp_path).write_bytes(changed)
+        file_of(tmp_path).write_bytes(whole[:place] if cut else changed)
         told: list[str] = []
         with opened(tmp_path, told) as store:
             read = {key: store.get(key) for key in right}
         lost = {key for key, content in read.items() if content is None}
-        assert lost and told
-        assert {key: content for key, content in read.items() if key not in lost}.items() <= (
-            right.items()
-        )
-        found = inspect(tmp_path)
-        assert found.damage or found.torn
+        assert lost and told and inspect(tmp_path).damage
+        assert all(read[key] == right[key] for key in right.keys() - lost)
 
 
 def test_store_leaves_out_what_another_has_added(tmp_path: Path) -> None:
@@ -147,10 +124,11 @@ def test_store_leaves_out_what_another_has_added(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
+from unittest.mock import Mock
 from prime_composer.teachers.tape.store import Note, Record, Store
 folder, own = Path(sys.argv[1]), sys.argv[2]
 store = Store(folder, print)
-store.begin({"format": 1})
+store.begin({})
 (folder / f"ready {own}").touch()
 while len(list(folder.glob("ready *"))) < 2:  # both have looked at the empty folder
     time.sleep(0.01)
@@ -158,19 +136,18 @@ for number in range(60):
     for key in (f"both {number}", f"{own} {number}"):
         store.add([Record(Note(key, "top K", 4, False, 1), f"{own} says {key}".encode() * 50)])
 print(" ".join(store.get(f"both {number}").decode()[0] for number in range(60)))
-store.close()
 """
 
 
 def test_two_writers_keep_each_answer_once(torch_forks: ForkServer, tmp_path: Path) -> None:
-    """At the same time: nothing is torn, nothing is there twice, and both read the same."""
+    """At the same time: nothing is there twice, and both read the same."""
     writers = [torch_forks.start("-c", WRITER, tmp_path, own) for own in "AB"]
     said = [writer.communicate(timeout=120)[0] for writer in writers]
     assert [writer.wait() for writer in writers] == [0, 0]
     assert said[0] == said[1] and "says" not in said[0]
     found = inspect(tmp_path)
     assert found.kinds[("top K", 4, False)]["answers"] == 180
-    assert found.damage == [] and found.torn == {} and len(list(tmp_path.glob(FILES))) == 2
+    assert found.damage == [] and not [*tmp_path.glob("*.tmp")]
 
 
 def test_store_without_locks_reads_two_copies(
@@ -179,11 +156,11 @@ def test_store_without_locks_reads_two_copies(
     """On a file system without them two writers may keep one answer twice, and no more happens."""
     monkeypatch.setattr(store_module, "lock", lambda descriptor, wait: False)
     with opened(tmp_path) as first, opened(tmp_path) as second:
-        monkeypatch.setattr(second, "_look", lambda: {})  # it looked a moment too early
+        monkeypatch.setattr(second, "refresh", lambda: None)  # it looked a moment too early
         first.add([record("a")])
         second.add([record("a")])
     with opened(tmp_path) as store:
-        assert len(list(store.places)) == 2 and store.get("a") == b"answer a 4"
+        assert len(list(store.answers)) == 2 and store.get("a") == b"answer a 4"
 
 
 @contextmanager
@@ -198,45 +175,31 @@ def no_file_beyond(size: int) -> Iterator[None]:
 
 
 def test_store_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
-    """The limit on a file's size stops a write in its middle: one line, and it is undone."""
+    """The limit on a file's size stops a write in its middle: one line, and nothing is left of it.
+
+    What was kept before is others' to read.
+    """
     told: list[str] = []
     with opened(tmp_path, told) as store:
-        store.add([record("a")])
-        before = store.size
-        with no_file_beyond(before + 500):
+        store.add([record("a")], marked=False)
+        with no_file_beyond(500):
             store.add([record("b", b"b" * 2000)])
-            store.add([record("c")])
         store.add([record("d")])
         assert store.get("a") == b"answer a 4" and store.get("b") is store.get("d") is None
+        store.mark()
     assert len(told) == 1 and "nothing more is kept" in told[0] and "File too large" in told[0]
-    assert file_of(tmp_path).stat().st_size == before
-    assert inspect(tmp_path).damage == [] and inspect(tmp_path).torn == {}
+    assert not [*tmp_path.glob("*.tmp")] and inspect(tmp_path).damage == []
+    with opened(tmp_path, told) as again:
+        assert again.get("a") == b"answer a 4" and len(told) == 1
 
 
-def test_store_marks_where_half_a_frame_was_undone(tmp_path: Path) -> None:
-    """What was kept before the disk was full is others' to read, and nothing is torn."""
+def test_store_mark_that_fails_stays_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as store:
         store.add([record("a")], marked=False)
-        before = store.size
-        with no_file_beyond(before + 500):
-            store.add([record("b", b"b" * 2000)], marked=False)
-        store.mark()
-    assert file_of(tmp_path).stat().st_size == before + HEAD.size + len("[]")
-    told: list[str] = []
-    with opened(tmp_path, told) as again:
-        assert again.get("a") == b"answer a 4" and told == []
-    assert inspect(tmp_path).damage == [] and inspect(tmp_path).unmarked == {}
-
-
-def test_store_mark_that_cannot_be_written_is_due(tmp_path: Path) -> None:
-    """Until one is written. The user is told once."""
-    told: list[str] = []
-    with opened(tmp_path, told) as store:
-        store.add([record("a")], marked=False)
-        with no_file_beyond(store.size):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", Mock(side_effect=OSError))
             store.mark()
-            store.mark()
-            assert store.is_unmarked and len(told) == 1
+        assert store.is_unmarked and store.get("a")
         store.mark()
         assert not store.is_unmarked
     with opened(tmp_path) as again:
@@ -268,11 +231,21 @@ def test_store_that_cannot_be_begun_names_its_folder(tmp_path: Path) -> None:
 def test_store_header_is_the_first_ones(tmp_path: Path) -> None:
     """Two that begin one tape have one header."""
     store = Store(tmp_path, print)
-    assert store.begin(HEADER) == HEADER and store.begin({"format": 9}) == HEADER
+    header = store.begin(HEADER)
+    assert header == {"format": FORMAT, **HEADER} == store.begin({"model": "another"})
     assert [path.name for path in tmp_path.glob("*")] in (
         [HEADER_FILE, "lock"],
         ["lock", HEADER_FILE],
     )
+
+
+def test_store_of_another_format_is_refused(tmp_path: Path) -> None:
+    """As of an older version, whose files it could not read."""
+    (tmp_path / HEADER_FILE).write_text('{"format": 1}')
+    for limit in (None, 0):
+        with pytest.raises(TapeError, match=r"format 1, .*make it again") as error:
+            Store(tmp_path, print, limit)
+        assert str(tmp_path) in str(error.value)
 
 
 def test_store_is_read_without_torch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_composer.backends.http import ServerError
+from prime_composer.recipe.backends import Served
 from prime_composer.teachers.server import ServerScorer
 from tests.faults.server import SpoilingServer
 from tests.trl.test_trainer import JSD, assert_close, sampled_batch, step_of
@@ -66,9 +67,12 @@ def test_completions_of_a_step_are_asked_for_once(make_trainer, models):
         trainer.scorer.close()
 
 
-def test_scorer_with_settings_of_its_own_is_taken(make_trainer, models):
+def test_scorer_with_settings_of_its_own_is_taken(make_trainer, models, monkeypatch):
+    monkeypatch.setenv("OWN_KEY", "secret")
     with SpoilingServer(models.teacher_folder, api_key="secret") as server:
-        scorer = ServerScorer(server.url, section="teacher_model", api_key="secret")
+        scorer = ServerScorer(
+            Served(url=server.url, api_key_var="OWN_KEY"), section="teacher_model"
+        )
         trainer = make_trainer(REVERSE, teacher=scorer)
         assert trainer.scorer is scorer
         scorer.close()

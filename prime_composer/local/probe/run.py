@@ -18,7 +18,7 @@ from prime_composer.backends.transformers import window_of
 from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
-from prime_composer.local.opening import open_engine, student_spec, tokenizer_of
+from prime_composer.local.opening import open_engine, tokenizer_of
 from prime_composer.local.preflight import (
     TOLERANCES,
     CheckResult,
@@ -173,15 +173,7 @@ def probe_engine(
     findings.append(step.finding("training", "train"))
     forecast = step.forecast(recipe.trainer, str(own) if teachers else None)
     advice += advice_on_seconds(forecast)
-    model = recipe.student.model or str(engine.model.name_or_path)
-    spec = student_spec(
-        recipe.rollout.within(engine.context),
-        model,
-        recipe.trainer.dtype,
-        recipe.side_by_side,
-        engine.problems.ends,
-    )
-    student = student_report(engine, spec, step)
+    student = student_report(engine, given(engine.student_spec), step)
     return ProbeReport(findings, advice, forecast, student, teachers)
 
 
@@ -342,7 +334,7 @@ def model_facts(spec: BackendSpec, limits: Limits) -> ModelFacts:
         model=str(spec.model),
         backend=spec.backend,
         dtype=spec.dtype,
-        url=None if spec.url is None else public_url(spec.url),
+        url=None if spec.table.url is None else public_url(spec.table.url),
         context=limits.max_model_len,
         vocabulary=limits.vocab_size,
         largest_k=limits.max_logprobs,

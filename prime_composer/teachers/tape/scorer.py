@@ -31,7 +31,6 @@ from prime_composer.teachers.tape.answers import (
     text_record,
     texts_of_bytes,
 )
-from prime_composer.teachers.tape.header import Header, limits_of
 from prime_composer.teachers.tape.store import Record, Store, TapeError
 from prime_composer.teachers.watch import (
     COMPARED_IDS,
@@ -43,6 +42,7 @@ from prime_composer.teachers.watch import (
 
 S = TypeVar("S")  # What scores: a ``Scorer``, or the parts of one that are asked for
 
+Header = Mapping[str, Any]  # Whose answers a tape has
 
 ONCE = "run it once with its teacher (tape_only = false)"  # How a tape gets what it lacks
 
@@ -88,8 +88,11 @@ class TapedScorer:
 
     @property
     def limits(self) -> Limits:
-        """The teacher's sizes."""
-        return limits_of(self.header, self._context) if self.live is None else self.live.limits
+        """The teacher's sizes; of one that is not open, as far as the tape says them."""
+        if self.live is not None:
+            return self.live.limits
+        window = self.header["server_max_model_len"] or self._context
+        return Limits(window, self.header["vocab_size"])
 
     @property
     def gives_any_ids(self) -> bool:
@@ -251,8 +254,7 @@ class TapedScorer:
         return {"tape/read": 1 - missing / asked} if asked else {}
 
     def close(self) -> None:
-        """Close tape and teacher."""
-        self._store.close()
+        """Close the teacher."""
         if self.live is not None:
             self.live.close()
 

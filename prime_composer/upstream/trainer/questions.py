@@ -6,7 +6,6 @@ waits for the student. Each rank asks for the micro-batches that it trains. Unde
 parallelism all ranks of a group ask the same.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead, TwoHeads
 from prime_composer.full_vocabulary import teacher_logprobs
+from prime_composer.recipe.backends import Served
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
 from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
@@ -137,12 +137,10 @@ class TeacherConnections:
         key = teacher.url, teacher.model
         if key not in self._frozen:
             scorer = ServerScorer(
-                teacher.url,
+                Served(url=teacher.url, api_key_var=teacher.api_key_var),
                 teacher.model,
                 starting=True,
                 status=log,
-                api_key=os.environ.get(teacher.api_key_var),
-                api_key_var=teacher.api_key_var,
                 heads=cache_root() / "heads",
             )
             meeting.compare_with_student(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
