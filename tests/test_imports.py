@@ -11,7 +11,6 @@ HEAVY = (
     "transformers",
     "prime_rl",
     "httpx",
-    "tenacity",
     "rich",
     "matplotlib",
     "tensorboard",

@@ -12,7 +12,7 @@ from torch import Tensor
 from prime_composer.backends.answers import InvalidAnswer, check_batch, check_completion
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
-from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readable
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, within_head
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def sequences_to_score(
             )
         sequences.append(
             SequenceToScore(
-                readable(prompt + tokens[start:], vocab_size),
+                within_head(prompt + tokens[start:], vocab_size),
                 start=len(prompt),
                 lacks=lacking(rollout.token_ids[start:], vocab_size),
                 index=index,
@@ -164,7 +164,7 @@ def all_checked(
     ]
 
 
-def check_lengths(
+def check_sequence_lengths(
     sequences: Sequence[Sequence[int]], new_tokens: int, max_model_len: int | None
 ) -> None:
     """Check that each sequence and ``new_tokens`` more fit into ``max_model_len``, unless None."""

@@ -34,7 +34,7 @@ class ServerError(ValueError):
         self.key = key
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server answered with an error that another try does not change."""
 
     def __init__(self, status: int, reason: str):
@@ -65,7 +65,7 @@ def library_errors(table: str, library: str, work: str) -> Iterator[None]:
     """Within the block, turn a library's own errors into ``BackendFailed``, naming ``table``."""
     try:
         yield
-    except (OSError, ImportError, MemoryError, Refused, NotWanted):
+    except (OSError, ImportError, MemoryError, RequestRefused, NotWanted):
         raise
     except Exception as error:
         if isinstance(error, ValueError) and not is_invalid(error):
@@ -115,7 +115,7 @@ def os_error(error: BaseException) -> OSError | None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Within the block, let the system's errors name this file; those of open files name none."""
     try:
         yield

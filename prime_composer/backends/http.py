@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 import numpy as np
 
-from prime_composer.backends.errors import Refused, ServerError, check_wanted
+from prime_composer.backends.errors import RequestRefused, ServerError, check_wanted
 from prime_composer.extras import pip_install
 from prime_composer.recipe.backends import Served
 from prime_composer.recipe.urls import public_url, two_credentials
@@ -194,7 +194,7 @@ class Connection:
         self, function: Callable[[Item], Coroutine[Any, Any, T]], items: Sequence[Item]
     ) -> list[T]:
         """Return ``function`` of each item, run concurrently, in order. An error stops the rest."""
-        return self.run(results_of([function(item) for item in items]))
+        return self.run(gather_all([function(item) for item in items]))
 
     async def request(
         self,
@@ -210,7 +210,7 @@ class Connection:
         """Send one request, again while the server is away, and return the answer's body.
 
         The answer is in memory once, while and after it comes. ``ServerError``: it is away for too
-        long, too slow, or its answer too large. ``Refused``: an error that is not retried.
+        long, too slow, or its answer too large. ``RequestRefused``: an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
         request = self._client.build_request(
@@ -282,7 +282,7 @@ class Connection:
             self.outages += self._outage.reason not in ("408", "429")
             self._outage = None
         if not response.is_success:
-            raise Refused(status, reason_of(answer))
+            raise RequestRefused(status, reason_of(answer))
         return answer
 
     async def _exchange(
@@ -410,7 +410,7 @@ async def keep_alive(event: str, info: dict[str, Any]) -> None:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-async def results_of(work: Sequence[Awaitable[T]]) -> list[T]:
+async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
     """Return all results in order. The first error cancels the rest."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:

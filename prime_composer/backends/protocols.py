@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prime_composer.contract import Scores
 
 
-class Turn(NamedTuple):
+class StudentTurn(NamedTuple):
     """An answer of the student within a conversation."""
 
     start: int  # index of its first token
@@ -40,7 +40,7 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     prompt_index: int
     by_teacher: bool = False
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[StudentTurn, ...] = ()
 
     @classmethod
     def not_sampled(

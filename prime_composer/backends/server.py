@@ -31,7 +31,7 @@ import msgspec
 from prime_composer.backends.http import (
     SHORT_ANSWER,
     Connection,
-    Refused,
+    RequestRefused,
     ServerError,
     excerpt,
 )
@@ -56,13 +56,13 @@ class Models(msgspec.Struct):
     data: Annotated[list[Card], msgspec.Meta(min_length=1)]
 
 
-class Tokens(msgspec.Struct):
+class TokenizeAnswer(msgspec.Struct):
     """An answer of ``/tokenize``."""
 
     tokens: list[int]
 
 
-class Text(msgspec.Struct):
+class DetokenizeAnswer(msgspec.Struct):
     """An answer of ``/detokenize``."""
 
     prompt: str
@@ -117,13 +117,13 @@ class Server:
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's tokens of a text, without special ones; None where it cannot say."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        answer = self._answer_if_any("/tokenize", body, Tokens, 64 * len(text.encode()))
+        answer = self._answer_if_any("/tokenize", body, TokenizeAnswer, 64 * len(text.encode()))
         return None if answer is None else answer.tokens
 
     def detokenize(self, ids: Sequence[int]) -> str | None:
         """Return the server's text of tokens; None where it cannot say."""
         body = {"model": self.model, "tokens": list(ids)}
-        answer = self._answer_if_any("/detokenize", body, Text, 1024 * len(ids))
+        answer = self._answer_if_any("/detokenize", body, DetokenizeAnswer, 1024 * len(ids))
         return None if answer is None else answer.prompt
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Server:
         path = "/v1/models"
         try:
             content = self._connection.run(self._connection.request("GET", path))
-        except Refused as refusal:
+        except RequestRefused as refusal:
             raise self._refusal(refusal, path) from refusal
         served = self._decode(content, Models, "a list of models", path).data
         if model is None:
@@ -158,7 +158,7 @@ class Server:
             return await self._connection.request(
                 "POST", path, body, max_bytes=max_bytes, seconds=seconds
             )
-        except Refused as refusal:
+        except RequestRefused as refusal:
             raise self._refusal(refusal, path) from refusal
 
     def _answer_if_any(self, path: str, body: Any, kind: type[T], max_bytes: int) -> T | None:
@@ -166,7 +166,7 @@ class Server:
         request = self._connection.request("POST", path, body, max_bytes=SHORT_ANSWER + max_bytes)
         try:
             return msgspec.json.decode(self._connection.run(request), type=kind)
-        except (Refused, msgspec.MsgspecError, RecursionError):
+        except (RequestRefused, msgspec.MsgspecError, RecursionError):
             return None
 
     def _decode(self, content: memoryview, kind: type[T], expected: str, path: str) -> T:
@@ -178,7 +178,7 @@ class Server:
                 f"({error}); the answer begins {excerpt(content)}."
             ) from error
 
-    def _refusal(self, refusal: Refused, path: str) -> ServerError:
+    def _refusal(self, refusal: RequestRefused, path: str) -> ServerError:
         if "prompt logprobs" in refusal.reason and "max allowed" in refusal.reason:
             return self._connection.error(
                 f"{self._connection.name} refuses that K ({refusal.reason}); start it with a "

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
-    check_lengths,
+    check_sequence_lengths,
     make_rollout,
 )
 from prime_composer.backends.answers import check_choices
@@ -116,7 +116,7 @@ class VLLMEngine:
         self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patches.install()
+            patches.install_patches()
             with packed_weights() as packed, foreign_classes_kept():
                 self._llm = vllm.LLM(**arguments)
         # Weights that another process packs are none of ours.
@@ -145,7 +145,7 @@ class VLLMEngine:
         after it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled
         prompt. A raw engine's log mu is right at temperature 1 and top-p 1, or greedy.
         """
-        check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
+        check_sequence_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
         request = self._vllm.SamplingParams(
             # n greedy completions are n times the same one; vLLM refuses to compute them.

@@ -57,7 +57,7 @@ class Choice(msgspec.Struct):
     prompt_logprobs: list[Row] | None = None
 
 
-class Answer(msgspec.Struct):
+class PromptAnswer(msgspec.Struct):
     """An answer of ``/inference/v1/generate`` or ``/v1/completions``; other fields are skipped."""
 
     prompt_logprobs: list[Row] | None = None
@@ -85,7 +85,7 @@ class Completions(msgspec.Struct):
     choices: list[Completion]
 
 
-def asked_for(k: int) -> int:
+def at_least_one(k: int) -> int:
     """Return the K to ask a server for, at least 1: one more entry checks the own log-prob."""
     return max(k, 1)
 
@@ -97,7 +97,7 @@ def answer_bytes(tokens: int, k: int) -> int:
 
 def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
     """Decode the rows of an answer; empty where it has no prompt_logprobs."""
-    answer = _decode(content, Answer, "prompt_logprobs", origin)
+    answer = _decode(content, PromptAnswer, "prompt_logprobs", origin)
     if len(answer.choices) > 1:
         raise InvalidAnswer(f"{origin} gave {len(answer.choices)} choices, where one was expected.")
     if answer.prompt_logprobs is not None:

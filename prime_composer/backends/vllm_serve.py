@@ -17,7 +17,7 @@ from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm
 import_vllm(multiprocessing=True)
 
 
-def main() -> None:
+def serve_on_cpu() -> None:
     """Start the server with the options of the command line."""
     if built_for_cpu():
         from prime_composer.backends.cpu_server import cpu_options
@@ -32,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_on_cpu()

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.masses import Masses, added
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan
 from prime_composer.cross_tokenizer.sums import Candidates
-from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, Rows
+from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, TeacherRows
 
 NEVER = math.log(1e-6)  # For what the teacher's text never leads to; losses need a number
 
@@ -43,10 +43,10 @@ Bools = NDArray[np.bool_]
 
 
 def token_scores(
-    pair: Pair,
-    plan: Plan,
+    pair: TokenizerPair,
+    plan: ReadingPlan,
     candidates: Candidates,
-    rows: Rows,
+    rows: TeacherRows,
     k: int,
     *,
     fixed: bool = False,
@@ -125,7 +125,9 @@ class Positions:
     ``has_score``, [n]: the teacher's text leads there, and the rows list most of its mass.
     """
 
-    def __init__(self, pair: Pair, plan: Plan, candidates: Candidates, rows: Rows):
+    def __init__(
+        self, pair: TokenizerPair, plan: ReadingPlan, candidates: Candidates, rows: TeacherRows
+    ):
         self.pair, self.rows = pair, rows
         self.at = np.array(
             [at for at, position in enumerate(plan.positions) if position is not None], dtype=int

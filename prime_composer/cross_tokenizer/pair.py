@@ -75,7 +75,7 @@ class Tables:
     path_ids: NDArray[np.int64]
 
 
-class Pair:
+class TokenizerPair:
     """A teacher's and a student's tokenizer.
 
     A *lead* is what a model writes in front of each answer and is no part of it: a space, with some

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prime_composer.cross_tokenizer.pair import Pair, whole_characters
+from prime_composer.cross_tokenizer.pair import TokenizerPair, whole_characters
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadingPlan:
     """How a rollout is read with the teacher's rows."""
 
     teacher_ids: tuple[int, ...]  # of its lead and the rollout's text; row j comes after j of these
     positions: tuple[Position | None, ...]  # per token of the student; None: it has no score
 
 
-def plan_of(pair: Pair, token_ids: Sequence[int]) -> Plan:
+def plan_of(pair: TokenizerPair, token_ids: Sequence[int]) -> ReadingPlan:
     """Return the plan of the student's completion, with the token that ends its turn, if any."""
     of_id = pair.student.of_id
     length = next((at for at, i in enumerate(token_ids) if of_id[i] is None), len(token_ids))
@@ -70,13 +70,13 @@ def plan_of(pair: Pair, token_ids: Sequence[int]) -> Plan:
         )
         restarts = restarts or not canonical
     positions += [None] * (len(token_ids) - len(positions))
-    return Plan(reader.teacher_ids, tuple(positions))
+    return ReadingPlan(reader.teacher_ids, tuple(positions))
 
 
 class _Reader:
     """Finds the teacher's rows at a byte of what it writes for a text, its lead included."""
 
-    def __init__(self, pair: Pair, text: str):
+    def __init__(self, pair: TokenizerPair, text: str):
         self.pair = pair
         # Without any text nothing is known to follow the lead.
         self.content = pair.teacher_lead + text.encode() if text else b""

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, Position
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import Position, ReadingPlan
 
 BLOCK = 2**25  # Entries times positions that are summed at once: 256 MB a sum
 
@@ -33,7 +33,7 @@ class Candidates:
 class Sums:
     """Sums with the tables of a pair on a device, that of the rows."""
 
-    def __init__(self, pair: Pair, device: torch.device | str = "cpu"):
+    def __init__(self, pair: TokenizerPair, device: torch.device | str = "cpu"):
         tables = pair.tables
         self._pair = pair
         self._order = torch.from_numpy(tables.order).to(device)
@@ -45,7 +45,7 @@ class Sums:
         self._ends = torch.tensor(pair.teacher_ends, device=device)
 
     def candidates(
-        self, probabilities: Float[Tensor, "rows vocab"], plan: Plan, m: int
+        self, probabilities: Float[Tensor, "rows vocab"], plan: ReadingPlan, m: int
     ) -> Candidates:
         """Return the m tokens with most mass at each position that has a score.
 
@@ -66,7 +66,7 @@ class Sums:
         return Candidates(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
 
     def _log_path(
-        self, probabilities: Float[Tensor, "rows vocab"], plan: Plan
+        self, probabilities: Float[Tensor, "rows vocab"], plan: ReadingPlan
     ) -> Float[Tensor, " rows"]:
         """Return the log-prob of the teacher's tokens before each row, in float64.
 

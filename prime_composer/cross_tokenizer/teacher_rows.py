@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Rows:
+class TeacherRows:
     """A teacher's probabilities after each of its tokens, [rows, V_T]; 0 for ids not listed."""
 
     def __init__(self, probabilities: Float[Tensor, "rows vocab"]):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from prime_composer.backends.protocols import Rollout, Turn
+from prime_composer.backends.protocols import Rollout, StudentTurn
 from prime_composer.teachers.own_prompt import conversation
 
 
@@ -61,7 +61,7 @@ def outcome(
     calls = [message.tool_calls or () for message in trace.assistant_messages]
     asked = asked_by_prompt(trace) if reads_messages else {}
     named = [
-        replace(one, turns=(Turn(one.start, messages),))
+        replace(one, turns=(StudentTurn(one.start, messages),))
         if (messages := asked.get(tuple(one.token_ids[: one.start].tolist()))) is not None
         else one
         for one in turns

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 
 ANSWERS_FILE = "answers.jsonl"  # One line per evaluation; a resumed run may write a step again
 
@@ -50,7 +50,7 @@ def write_answers(
     if signatures:
         line["signatures"] = dict(signatures)
     path = run_dir / ANSWERS_FILE
-    with naming(path), path.open("a+b") as file:
+    with naming_file(path), path.open("a+b") as file:
         # A line that a full disk or a killed process cut ends before this one.
         text = "" if _is_whole(file) else "\n"
         file.write(f"{text}{json.dumps(line)}\n".encode())

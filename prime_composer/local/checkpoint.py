@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from prime_composer.backends.errors import naming, os_error
+from prime_composer.backends.errors import naming_file, os_error
 from prime_composer.backends.hf_model import without_progress_bars
 from prime_composer.local.disk import FULL, NoRoom, describe_error, format_bytes, free_bytes
 
@@ -303,7 +303,7 @@ def _sha256(path: Path) -> str:
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with naming_file(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -5,7 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -41,7 +41,7 @@ def describe_error(error: BaseException) -> str:
 def replace_text(path: Path, text: str) -> None:
     """Write a file, at once and on the disk, by way of one that ends in ``.tmp``."""
     unfinished = path.with_suffix(".tmp")
-    with naming(unfinished), unfinished.open("w", encoding="utf-8") as file:
+    with naming_file(unfinished), unfinished.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import lm_head_weight
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.protocols import Sampler
 from prime_composer.contract import Scores, given
 from prime_composer.local.identity import check_identity, data_digests, teacher_headers
@@ -61,7 +61,7 @@ class Engine:
     environments: "Environments | None" = None
     context: int = 0  # longest sequence in tokens that the engines read
     latent: LatentWeights | None = None  # behind a student that stays rounded
-    adapter: Adapter | None = None  # of a LoRA student
+    adapter: LoraAdapter | None = None  # of a LoRA student
 
     @property
     def stored(self) -> Any:

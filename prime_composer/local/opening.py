@@ -16,7 +16,7 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     shapes,
 )
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.backends.transformers import fix_frequencies, window, window_of
@@ -78,7 +78,7 @@ def room_of(backend: str, model: str | Path, context: int) -> int:
 
 
 @runtime_checkable
-class Served(Protocol):
+class ServedScorer(Protocol):
     """A scorer whose model is on a server."""
 
     @property
@@ -113,7 +113,7 @@ def open_engine(
         adapter = None
         if lora is not None:
             seed, merge = recipe.trainer.seed, recipe.checkpoint.merge
-            adapter = Adapter.of_model(model, lora, origin, seed, merge, checkpoint=student_dir)
+            adapter = LoraAdapter.of_model(model, lora, origin, seed, merge, checkpoint=student_dir)
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
         tokenized = TokenizedProblems(problems, tokenizer)
@@ -248,7 +248,7 @@ def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> 
     fix_frequencies(start, engine.sampler.limits.max_model_len or engine.context)
     round_student(start, config)
     if config.lora is not None:
-        Adapter.of_model(start, config.lora, origin, seed=0)
+        LoraAdapter.of_model(start, config.lora, origin, seed=0)
     return start.requires_grad_(False)
 
 
@@ -337,7 +337,7 @@ def _open_tapes(
             taped = tape_alone(config, teacher.table, tokenizers, engine.context, status, ends)
         else:
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
-            dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
+            dtype = scorer.dtype if isinstance(scorer, ServedScorer) else spec.dtype
             limit = checks.tolerance or TOLERANCES[dtype or "bfloat16"]
             taped = with_tape(scorer, spec, tokenizers, limit, checks.every > 0, status)
         scorers[teacher] = taped
@@ -418,7 +418,7 @@ def _open_scorers(
         scorers[teacher] = scorer
         head = getattr(scorer, "head_dtype", None)
         head = "" if head is None else f", its output head in {head}"
-        if isinstance(scorer, Served):
+        if isinstance(scorer, ServedScorer):
             answers = f"answers in {scorer.dtype}{head}"
             if scorer.dtype is None:
                 answers = "has no scoring plugin, and does not say in which precision it answers"

@@ -51,7 +51,7 @@ from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts, 
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.tape.scorer import live_of
-from prime_composer.teachers.watch import KnownRequest, starts_of
+from prime_composer.teachers.watch import KnownRequest, server_starts
 
 WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
@@ -311,7 +311,7 @@ class Checks:
                 rollout = behind(rollout, own[:most])
                 (scores,) = live.score([rollout], self.recipe.loss.support_size, hidden=hidden)
                 check_ids(scores, engine.vocab_size)
-                self.probes[teacher] = KnownRequest(rollout, scores, sign=starts_of(live))
+                self.probes[teacher] = KnownRequest(rollout, scores, sign=server_starts(live))
                 return self._plain_prompts(teacher, live)
         return None
 

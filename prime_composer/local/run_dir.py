@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 from prime_composer.local.answers import ANSWERS_FILE
 from prime_composer.local.checkpoint import (
     CHECKPOINTS,
@@ -295,7 +295,7 @@ def lock_run_dir(run_dir: Path) -> FileLock:
     # Beside the lock: over NFS, closing the lock file a second time would release it.
     holder = run_dir / HOLDER_FILE
     try:
-        with naming(holder):
+        with naming_file(holder):
             holder.write_text(f"{socket.gethostname()} {os.getpid()}\n", encoding="utf-8")
     except BaseException:
         lock.release()

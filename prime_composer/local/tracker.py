@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 from prime_composer.local.disk import describe_error, replace_text
 from prime_composer.problems.metrics import TITLES
 from prime_composer.recipe.schema import LoggingConfig
@@ -146,7 +146,7 @@ class Tracker:
 
     def sync(self) -> None:
         """Wait until every record is on the disk, so that no checkpoint is newer than they are."""
-        with naming(Path(self._file.name)):
+        with naming_file(Path(self._file.name)):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from prime_composer.teachers.watch import (
     KnownRequest,
     known_rollout,
     largest_difference,
-    starts_of,
+    server_starts,
 )
 
 SAMPLER_PROMPTS = 16  # Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each
@@ -72,19 +72,19 @@ class Watch:
     def __post_init__(self) -> None:
         for teacher, probe in self.probes.items():
             probe.limit = self.checks.tolerance or tolerance(self.engine, teacher, probe)
-        self._sampler_starts = starts_of(self.engine.sampler)
+        self._sampler_starts = server_starts(self.engine.sampler)
 
     def check(self, step: int, before_use: bool = False, student: nn.Module | None = None) -> None:
         """Ask everyone where it is due, and whose server may be another one.
 
         Due are the steps of ``checks.every``, and each one before its weights are saved.
         """
-        every, starts = self.checks.every, starts_of(self.engine.sampler)
+        every, starts = self.checks.every, server_starts(self.engine.sampler)
         due = every > 0 and step > self.safe_step and (before_use or step % every == 0)
         teachers = [
             teacher
             for teacher, probe in self.probes.items()
-            if due or probe.is_due(starts_of(self._scorers()[teacher]))
+            if due or probe.is_due(server_starts(self._scorers()[teacher]))
         ]
         for teacher in teachers:
             self._check_teacher(teacher)
@@ -147,7 +147,7 @@ class Watch:
 
     def _check_teacher(self, teacher: TeacherId) -> None:
         probe, scorer = self.probes[teacher], self._scorers()[teacher]
-        starts = starts_of(scorer)
+        starts = server_starts(scorer)
         try:
             (scores,) = scorer.score([probe.rollout], compared_ids(probe))
         except InvalidAnswer as error:  # what it scored since it was asked last may be wrong too

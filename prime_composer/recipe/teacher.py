@@ -104,7 +104,7 @@ class TeacherPromptConfig(Table):
         return DataConfig.model_validate(values | dict.fromkeys(empty))
 
 
-class TeacherConfig(ModelConfig, Served):
+class TeacherConfig(Served, ModelConfig):
     """The model that scores the student's tokens: a model of its own, the policy with a hint, or
     the student without its adapter."""
 

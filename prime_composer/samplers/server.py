@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from torch import nn
 
-from prime_composer.backends.alignment import check_lengths, make_rollout
+from prime_composer.backends.alignment import check_sequence_lengths, make_rollout
 from prime_composer.backends.answers import check_choices
-from prime_composer.backends.errors import naming
-from prime_composer.backends.http import RETRIED, Refused, ServerError
+from prime_composer.backends.errors import naming_file
+from prime_composer.backends.http import RETRIED, RequestRefused, ServerError
 from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.backends.scratch import scratch_folder
@@ -100,7 +100,7 @@ class ServerSampler(Server):
         Greedy tokens have log mu = 0. A server that lost the weights of ``update_weights`` gets
         them again, as the model has them now, and samples again.
         """
-        check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
+        check_sequence_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         for _ in range(ROUNDS):
             rollouts = self._sample(prompts, params, seed)
             # Asked afterwards: a server that was restarted before or meanwhile shows it now.
@@ -215,7 +215,7 @@ class ServerSampler(Server):
         request = self._connection.request("POST", VERSION_PATH, {"new_version": version})
         try:
             self._connection.run(request)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status not in (404, 405):
                 raise self._refusal(refusal, VERSION_PATH) from refusal
             self._has_versions = False
@@ -243,7 +243,7 @@ class ServerSampler(Server):
         request = self._connection.request("GET", path, max_bytes=METRICS_BYTES)
         try:
             return self._connection.run(request)
-        except Refused:
+        except RequestRefused:
             return None
 
     def _reload(self, model: nn.Module) -> None:
@@ -257,7 +257,7 @@ class ServerSampler(Server):
                 for name, value in weights_to_load(model)
             }
             file = directory / "model.safetensors"
-            with naming(file):
+            with naming_file(file):
                 save_file(weights, file, metadata={"format": "pt"})
             file.chmod(0o644)  # safetensors 0.8 writes for us alone
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
@@ -268,7 +268,7 @@ class ServerSampler(Server):
         request = self._connection.request("POST", path, body, retried=RETRIED - {500})
         try:
             return self._connection.run(request)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status == 404:
                 raise self._connection.error(
                     f"{self._connection.name} has no {path}, so its weights cannot be updated; "

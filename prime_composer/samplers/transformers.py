@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
-    check_lengths,
+    check_sequence_lengths,
     make_rollout,
 )
 from prime_composer.backends.hf_model import (
@@ -74,7 +74,7 @@ class TransformersSampler(LoadedModel):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in order, from a generator of their own."""
-        check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
+        check_sequence_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         generator = torch.Generator(device=lm_head_weight(self.model).device).manual_seed(seed)
         jobs = [
             (index, list(prompt)) for index, prompt in enumerate(prompts) for _ in range(params.n)

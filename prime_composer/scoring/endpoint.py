@@ -43,9 +43,9 @@ from prime_composer.scoring.wire import (
     HeadFacts,
     HeadRequest,
     HeadResponse,
-    Rows,
     ScoreRequest,
     ScoreResponse,
+    SequenceRows,
     response_parts,
 )
 
@@ -79,7 +79,7 @@ class ScoringEndpoint:
 
         Starlette and vLLM's metrics both try a server's routes, about 60, one after the other.
         """
-        for path, route in ((SCORE_PATH, score), (HEAD_PATH, head)):
+        for path, route in ((SCORE_PATH, score_route), (HEAD_PATH, head_route)):
             app.router.routes.insert(0, Route(path, route, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -102,7 +102,7 @@ class ScoringEndpoint:
             )
         state.prime_composer_names = args.served_model_name or [args.model]
         parts = await engine_client.collective_rpc(HEAD_METHOD, args=(0, 1))
-        state.prime_composer_facts = facts_of(engine_client.model_config, columns_of(parts))
+        state.prime_composer_facts = server_facts(engine_client.model_config, columns_of(parts))
         state.prime_composer_rooms = Room(SMALL_ROOM), Room(ROOM)
         state.prime_composer_config = config
 
@@ -113,7 +113,7 @@ def columns_of(parts: Sequence[dict[str, Any]]) -> int | None:
     return len(rows[0]["weight"]) // DTYPES_BY_NAME[rows[0]["dtype"]].itemsize if rows else None
 
 
-def facts_of(model_config: Any, columns: int | None = None) -> Facts:
+def server_facts(model_config: Any, columns: int | None = None) -> Facts:
     """Return what the server says about itself."""
     import vllm
 
@@ -130,7 +130,7 @@ def facts_of(model_config: Any, columns: int | None = None) -> Facts:
     )
 
 
-async def score(request: Request) -> Response:
+async def score_route(request: Request) -> Response:
     state = request.app.state
     facts: Facts = state.prime_composer_facts
     try:
@@ -146,16 +146,16 @@ async def score(request: Request) -> Response:
     except OtherVersion:
         return packed(ScoreResponse(NAME, VERSION, facts, []))
     except BadRequest as error:
-        return refusal(error.status, str(error))
+        return error_response(error.status, str(error))
     except OtherModel:
-        return refusal(404, f"The scoring plugin answers for {facts.model} alone.")
+        return error_response(404, f"The scoring plugin answers for {facts.model} alone.")
     except ClientDisconnect:
         return Response(status_code=499)
     if not rows_requests:
         return packed(ScoreResponse(NAME, VERSION, facts, []))
     async with AsyncExitStack() as held:
 
-        async def answered() -> tuple[list[Rows], str | None]:
+        async def answered() -> tuple[list[SequenceRows], str | None]:
             room: Room = state.prime_composer_rooms[size > SMALL_BYTES]
             await held.enter_async_context(room.taken(size))
             return await all_rows(
@@ -165,9 +165,9 @@ async def score(request: Request) -> Response:
         try:
             found = await unless_gone(request.receive, answered())
         except ValueError as error:  # vLLM's own check
-            return refusal(400, str(error))
+            return error_response(400, str(error))
         except NoRows as error:
-            return refusal(501, str(error))
+            return error_response(501, str(error))
         if found is None:
             return Response(status_code=499)
         rows, fingerprint = found
@@ -175,7 +175,7 @@ async def score(request: Request) -> Response:
         return Windows(response_parts(ScoreResponse(NAME, VERSION, facts, rows)), held.pop_all())
 
 
-async def head(request: Request) -> Response:
+async def head_route(request: Request) -> Response:
     facts: Facts = request.app.state.prime_composer_facts
     try:
         head_request = read(await body_of(request, facts), HeadRequest)
@@ -183,24 +183,28 @@ async def head(request: Request) -> Response:
     except OtherVersion:
         return packed(HeadResponse(NAME, VERSION))
     except BadRequest as error:
-        return refusal(error.status, str(error))
+        return error_response(error.status, str(error))
     except ClientDisconnect:
         return Response(status_code=499)
     first, last = head_request.first, head_request.last
     parts = await request.app.state.engine_client.collective_rpc(HEAD_METHOD, args=(first, last))
     for part in parts:
         if "error" in part:
-            return refusal(400, f"The head of {facts.model} cannot be read: {part['error']}.")
+            return error_response(
+                400, f"The head of {facts.model} cannot be read: {part['error']}."
+            )
     if first == last:
-        return packed(HeadResponse(NAME, VERSION, facts=joined(parts)))
+        return packed(HeadResponse(NAME, VERSION, facts=joined_head_facts(parts)))
     parts.sort(key=lambda part: part["first"])
     fields = [Field("weight", parts[0]["dtype"], facts.hidden_size)]
     fields += [Field("bias", parts[0]["dtype"], 0)] * any(part["bias"] for part in parts)
     data = b"".join([part["weight"] for part in parts] + [part["bias"] for part in parts])
-    return packed(HeadResponse(NAME, VERSION, rows=Rows(last - first, fields, memoryview(data))))
+    return packed(
+        HeadResponse(NAME, VERSION, rows=SequenceRows(last - first, fields, memoryview(data)))
+    )
 
 
-def joined(parts: list[dict[str, Any]]) -> HeadFacts:
+def joined_head_facts(parts: list[dict[str, Any]]) -> HeadFacts:
     """Return the facts of a head of which each worker has some rows."""
     parts = sorted(parts, key=lambda part: part["first"])
     one = parts[0]
@@ -282,7 +286,7 @@ def packed(response: Any) -> Response:
     return Response(msgspec.msgpack.encode(response), media_type=MEDIA_TYPE)
 
 
-def refusal(status: int, message: str) -> Response:
+def error_response(status: int, message: str) -> Response:
     """Return an error in the form of OpenAI's."""
     return Response(
         msgspec.json.encode({"error": {"message": message, "code": status}}),

@@ -13,7 +13,7 @@ from copy import copy
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
-from prime_composer.scoring.wire import NAME, Field, Rows, ScoreRequest
+from prime_composer.scoring.wire import NAME, Field, ScoreRequest, SequenceRows
 from prime_composer.scoring.worker import RowsRequest
 
 T = TypeVar("T")
@@ -58,17 +58,17 @@ class Room:
 
 async def all_rows(
     engine: Any, config: Any, score_request: ScoreRequest, rows_requests: list[RowsRequest]
-) -> tuple[list[Rows], str | None]:
+) -> tuple[list[SequenceRows], str | None]:
     """Return the response of each sequence, in order, and the fingerprint of the engine."""
     block_size: int = config.cache_config.block_size
     longest = max(len(sequence.token_ids) for sequence in score_request.sequences)
     room = Room(AHEAD * max(longest, config.scheduler_config.max_num_batched_tokens))
     fingerprints: set[str] = set()
 
-    async def one(token_ids: list[int], rows_request: RowsRequest) -> Rows:
+    async def one(token_ids: list[int], rows_request: RowsRequest) -> SequenceRows:
         cached = rows_request.start > block_size and rows_request.start % block_size > 0
         async with room.taken(max(LEAST_TOKENS, len(token_ids))):
-            rows, fingerprint = await rows_of(engine, token_ids, rows_request, cached=cached)
+            rows, fingerprint = await sequence_rows(engine, token_ids, rows_request, cached=cached)
         fingerprints.add(fingerprint)
         return rows
 
@@ -90,9 +90,9 @@ async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def rows_of(
+async def sequence_rows(
     engine: Any, token_ids: list[int], rows_request: RowsRequest, *, cached: bool
-) -> tuple[Rows, str]:
+) -> tuple[SequenceRows, str]:
     """Return one sequence's response, and the fingerprint of the process that computed it.
 
     With ``cached`` the prefix cache may have the prompt. Where it had more, rows are missing, and
@@ -100,7 +100,7 @@ async def rows_of(
     """
     for skips_cache in (False, True) if cached else (True,):
         # A copy is not checked again, and vLLM makes a shallow one instead of a deep one.
-        params = copy(sampling_params())
+        params = copy(plugin_sampling_params())
         params.skip_reading_prefix_cache = skips_cache
         params.extra_args = rows_request.mark()
         name = f"{NAME}-{_process}-{next(_numbers)}"
@@ -117,13 +117,13 @@ async def rows_of(
             )
         description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
         if description:
-            rows = Rows(len(token_ids) - rows_request.start, fields_of(description), data)
+            rows = SequenceRows(len(token_ids) - rows_request.start, fields_of(description), data)
             return rows, tensors[2].numpy().tobytes().decode()
     raise NoRows("vLLM left rows of the prompt out, without a cache")
 
 
 @cache
-def sampling_params() -> Any:
+def plugin_sampling_params() -> Any:
     """Return what all requests of the plugin have in common, checked by vLLM once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

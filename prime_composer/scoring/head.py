@@ -88,7 +88,7 @@ def _noted(model: Any, processor: Any) -> tuple[Any, Any]:
     return lm_head, args[2] if len(args) > 2 else kwargs.get("embedding_bias")
 
 
-def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
+def worker_head(worker: Any, first: int, last: int) -> dict[str, Any]:
     """Return the head's facts, or some of its rows, as a method of vLLM's worker.
 
     Everything is of types that vLLM sends between its processes without pickling.

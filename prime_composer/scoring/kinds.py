@@ -34,7 +34,7 @@ class HeadFailed(Exception):
 
 
 @dataclass
-class Rows:
+class HiddenRows:
     """Rows of hidden states, each of which predicts the next token of its sequence."""
 
     hidden: Float[Tensor, "n d"]  # last hidden states, after the final norm, [n, d]
@@ -91,7 +91,7 @@ class Kind(ABC):
 
     @abstractmethod
     def arrays(
-        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+        self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
         """Compute the arrays, [n] or [n, columns] by name, in int32, float32 or half precision.
 
@@ -126,7 +126,7 @@ class SupportKind(Kind):
         """Return the scores of this kind's arrays and ``sampled``. Whoever asked checks them."""
 
 
-class Sampled(SupportKind):
+class SampledToken(SupportKind):
     """log q of the token that followed, float32 [n]."""
 
     name = "sampled"
@@ -136,7 +136,7 @@ class Sampled(SupportKind):
         return [Field("sampled", "float32", 0)]
 
     def arrays(
-        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+        self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
         """Gather the logits of the next tokens."""
         own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
@@ -159,7 +159,7 @@ class TopK(SupportKind):
         return [Field("top_ids", "int32", k), Field("top_logprobs", "float32", k)]
 
     def arrays(
-        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+        self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
         values, ids = largest(rows.logits, request.k)
         return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
@@ -201,7 +201,7 @@ class Given(SupportKind):
         return [Field("given", "float32", k)]
 
     def arrays(
-        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+        self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
         """Gather the logits of the ids."""
         assert numbers is not None
@@ -250,7 +250,7 @@ class Hidden(Kind):
         return [Field("hidden", facts.dtype, facts.hidden_size)]
 
     def arrays(
-        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+        self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
         return {"hidden": rows.hidden}
 
@@ -259,7 +259,7 @@ class Hidden(Kind):
         return torch.from_numpy(arrays["hidden"]).view(dtype)
 
 
-SAMPLED, TOP_K, GIVEN, HIDDEN = Sampled(), TopK(), Given(), Hidden()
+SAMPLED, TOP_K, GIVEN, HIDDEN = SampledToken(), TopK(), Given(), Hidden()
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HIDDEN)}
 """What a server can answer, by name."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.lm_head import head_logits
-from prime_composer.scoring.head import read_head
+from prime_composer.scoring.head import worker_head
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
@@ -178,7 +178,7 @@ def patch_logits(module: ModuleType) -> None:
 
 def patch_worker(module: ModuleType) -> None:
     """Give vLLM's workers the method that reads the output head."""
-    setattr(module.WorkerBase, HEAD_METHOD, read_head)
+    setattr(module.WorkerBase, HEAD_METHOD, worker_head)
 
 
 LAYOUTS = (
@@ -211,7 +211,7 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def install() -> None:
+def install_patches() -> None:
     """Patch the modules of vLLM that are loaded, others once they are. Twice is harmless."""
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:

@@ -19,7 +19,7 @@ def install() -> None:
     if is_named():
         from prime_composer.scoring import patches
 
-        patches.install()
+        patches.install_patches()
 
 
 def endpoint() -> Any:

@@ -11,7 +11,7 @@ from prime_composer.scoring.wire import (
     VERSION,
     Facts,
     HeadRequest,
-    Limits,
+    RequestLimits,
     ScoreRequest,
     SequenceRequest,
 )
@@ -52,9 +52,9 @@ class Versioned(msgspec.Struct):
     version: int
 
 
-def limits_of(max_model_len: int) -> Limits:
+def limits_of(max_model_len: int) -> RequestLimits:
     """Return the limits of a server, which admit any one sequence of its model."""
-    return Limits(
+    return RequestLimits(
         MOST_SEQUENCES,
         max(MOST_TOKENS, max_model_len),
         max(MOST_REQUEST_BYTES, 16 * max_model_len),
@@ -82,7 +82,7 @@ async def body_of(request: Request, facts: Facts) -> bytearray:
     return body
 
 
-def too_many(limits: Limits) -> TooLarge:
+def too_many(limits: RequestLimits) -> TooLarge:
     """Return the refusal of a request with too many sequences or tokens."""
     return TooLarge(
         f"A request may have {limits.sequences:,} sequences with {limits.tokens:,} tokens in all "

@@ -27,7 +27,7 @@ def lacking(token_ids: Any, size: int | None) -> Any:
     return token_ids >= (2**31 - 1 if size is None else size)
 
 
-def readable(token_ids: Sequence[int], size: int | None) -> list[int]:
+def within_head(token_ids: Sequence[int], size: int | None) -> list[int]:
     """Return a sequence as a model with a head of this size reads it, other ids replaced."""
     if size is None or max(token_ids, default=0) < size:
         return list(token_ids)

@@ -72,7 +72,7 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""  # the served name; the server answers 404 for another, as an adapter's
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RequestLimits(msgspec.Struct, frozen=True):
     """The largest request that a server takes. It answers 413 to a larger one."""
 
     sequences: Count  # of a request
@@ -91,7 +91,7 @@ class Facts(msgspec.Struct):
     dtype: str  # of weights and activations, and so of hidden states
     kinds: list[str]  # what it can answer
     vllm: str  # its version
-    limits: Limits | None = None  # of a request; None: an older server
+    limits: RequestLimits | None = None  # of a request; None: an older server
     fingerprint: str | None = None  # of the process that computed the rows, and of its last load
     head_dtype: str | None = None  # of the logits; None: an older server, or a quantized model
 
@@ -120,7 +120,7 @@ class Field(msgspec.Struct, array_like=True):
         return np.dtype(DTYPES.get(self.dtype, "<f4")).itemsize * (self.columns or 1)
 
 
-class Rows(msgspec.Struct):
+class SequenceRows(msgspec.Struct):
     """The response for one sequence: one row per token from ``start`` to the end."""
 
     n: Count  # number of rows
@@ -134,7 +134,7 @@ class ScoreResponse(msgspec.Struct):
     plugin: str  # ``NAME``; anything else is another route
     version: int  # the server's
     facts: Facts
-    sequences: list[Rows]  # one per sequence of the request, in order
+    sequences: list[SequenceRows]  # one per sequence of the request, in order
 
 
 class HeadRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -167,7 +167,9 @@ class HeadResponse(msgspec.Struct):
     plugin: str  # ``NAME``
     version: int  # the server's
     facts: HeadFacts | None = None  # None in a response with rows
-    rows: Rows | None = None  # the weights and then, where the head has one, the bias of each row
+    rows: SequenceRows | None = (
+        None  # the weights and then, where the head has one, the bias of each row
+    )
 
 
 class _Greeting(msgspec.Struct):
@@ -222,7 +224,7 @@ def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
     )
 
 
-def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
+def unpack_arrays(rows: SequenceRows, n: int) -> dict[str, NDArray[Any]]:
     """Return name -> array, [n] or [n, columns]. No byte is copied. ``n`` rows were asked for."""
     if rows.n != n:
         raise WireError(f"{rows.n} rows, where {n} were expected")

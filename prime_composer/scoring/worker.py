@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_composer.scoring.head import DTYPE_NAMES as FLOATS
-from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
+from prime_composer.scoring.kinds import KINDS, HeadFailed, HiddenRows, KindRequest
 
 MARK = "prime_composer"  # Key of ``SamplingParams.extra_args``
 
@@ -201,7 +201,9 @@ def answer_group(
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
-    numbers = [joined([piece.numbers(index) for piece in group]) for index in range(len(requests))]
+    numbers = [
+        joined_numbers([piece.numbers(index) for piece in group]) for index in range(len(requests))
+    ]
     numbers = [None if each is None else each.to(device) for each in numbers]
     # Besides its logits a row takes values and ids of each column, in two widths.
     entries = vocab_size + sum(4 * request.k for request in requests)
@@ -209,7 +211,7 @@ def answer_group(
     error: dict[str, str] = {}
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
-        these = Rows(rows[block], next_ids[block], head)
+        these = HiddenRows(rows[block], next_ids[block], head)
         try:
             arrays = {
                 name: array.cpu()
@@ -229,7 +231,7 @@ def answer_group(
             piece.progress.error = error
 
 
-def joined(parts: Sequence[NDArray[np.int32] | None]) -> Int[Tensor, "n m"] | None:
+def joined_numbers(parts: Sequence[NDArray[np.int32] | None]) -> Int[Tensor, "n m"] | None:
     """Return the numbers of rows that are one after the other; None without any."""
     chosen = [part for part in parts if part is not None]
     return torch.from_numpy(np.concatenate(chosen)) if chosen else None

@@ -15,8 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore
-from prime_composer.backends.errors import Refused
-from prime_composer.backends.vllm_logprobs import answer_bytes, asked_for
+from prime_composer.backends.errors import RequestRefused
+from prime_composer.backends.vllm_logprobs import answer_bytes, at_least_one
 from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
 from prime_composer.scoring.head import DTYPES_BY_NAME
 from prime_composer.scoring.kinds import (
@@ -41,7 +41,13 @@ from prime_composer.scoring.wire import (
     WireError,
     decode_response,
 )
-from prime_composer.teachers.responses import Asked, joined, read_binary, read_json, wrong_response
+from prime_composer.teachers.responses import (
+    AskedOfPlugin,
+    joined_rows,
+    read_binary_response,
+    read_json_response,
+    wrong_response,
+)
 
 T = TypeVar("T")
 
@@ -71,7 +77,7 @@ class Transport(Protocol):
             tail: bytes at the response's end that should begin at an aligned address.
 
         Raises:
-            Refused: an error that another try does not change.
+            RequestRefused: an error that another try does not change.
         """
         ...
 
@@ -83,7 +89,7 @@ class Transport(Protocol):
         """Return path and body of vLLM's own request for the log-probs of a prompt."""
         ...
 
-    def refused(self, refusal: Refused, path: str, k: int = 0) -> Exception:
+    def refused(self, refusal: RequestRefused, path: str, k: int = 0) -> Exception:
         """Return the error for a refusal, with its remedy."""
         ...
 
@@ -119,7 +125,7 @@ class Known:
         return None if None in self.fingerprints else len(self.fingerprints)
 
 
-def kind_of(by_student: bool) -> SupportKind:
+def support_kind(by_student: bool) -> SupportKind:
     """Return the kind that gives a support, of the teacher's choice or of the student's."""
     return GIVEN if by_student else TOP_K
 
@@ -146,7 +152,7 @@ class TeacherClient:
         try:
             content = await self._transport.receive(SCORE_PATH, score_request, GREETING_BYTES)
             found = decode_response(content, ScoreResponse).facts
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if refusal.status in (401, 403) or (refusal.status >= 500 and refusal.status != 501):
                 raise self._transport.refused(refusal, SCORE_PATH) from refusal
         except InvalidAnswer:
@@ -204,17 +210,17 @@ class TeacherClient:
         teacher's dtype, need the plugin. K = 0 is the sampled token alone. ``InvalidAnswer`` is
         raised where no model can have given a response; other errors are the transport's.
         """
-        kind = kind_of(candidates is not None)
+        kind = support_kind(candidates is not None)
         self.check_can(kind, head is not None, binary=binary)
         if binary and self.facts is not None:
             if candidates is None:
-                request = TOP_K.of(asked_for(k))
+                request = TOP_K.of(at_least_one(k))
             else:
                 request = GIVEN.of(candidates)
-            asked = Asked(kind, request, head)
+            asked = AskedOfPlugin(kind, request, head)
             try:
                 return (await self._score_binary(sequence, asked, self.facts)).top(k)
-            except Refused as refusal:
+            except RequestRefused as refusal:
                 if refusal.status not in LOST:
                     raise self._transport.refused(refusal, SCORE_PATH, k) from refusal
                 if head is not None or not kind.in_json:
@@ -226,21 +232,21 @@ class TeacherClient:
         return await self._score_json(sequence, k)
 
     async def _score_json(self, sequence: SequenceToScore, k: int) -> Scores:
-        """Return the scores from the top ``asked_for(k)`` of a server without the plugin."""
-        asked, transport = asked_for(k), self._transport
+        """Return the scores from the top ``at_least_one(k)`` of a server without the plugin."""
+        asked, transport = at_least_one(k), self._transport
         path, body = transport.json_request(self._model, sequence.token_ids, asked)
         most = answer_bytes(len(sequence.token_ids), asked)
         try:
             content = await transport.receive(path, body, most)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             raise transport.refused(refusal, path, k) from refusal
         self.known.fingerprints.add(None)
-        return await transport.read(read_json, content, sequence, k, transport.origin)
+        return await transport.read(read_json_response, content, sequence, k, transport.origin)
 
     async def _score_binary(
         self,
         sequence: SequenceToScore,
-        asked: Asked,
+        asked: AskedOfPlugin,
         facts: Facts,
     ) -> Scores:
         """Return the plugin's scores, in several requests if the numbers per row need them."""
@@ -258,9 +264,11 @@ class TeacherClient:
                 lacks=sequence.lacks[rows.start : rows.stop],
             )
             parts.append(await self._score_rows(part, asked.of_rows(n, rows), facts))
-        return joined(parts)
+        return joined_rows(parts)
 
-    async def _score_rows(self, sequence: SequenceToScore, asked: Asked, facts: Facts) -> Scores:
+    async def _score_rows(
+        self, sequence: SequenceToScore, asked: AskedOfPlugin, facts: Facts
+    ) -> Scores:
         n = len(sequence.lacks)
         one = SequenceRequest(sequence.token_ids, sequence.start)
         score_request = ScoreRequest(VERSION, [one], [], model=self._model)
@@ -277,14 +285,14 @@ class TeacherClient:
         self._check_same_model(response.facts)
         self.known.fingerprints.add(response.facts.fingerprint)
         return await self._transport.read(
-            read_binary, response, sequence, asked, facts, self._transport.origin
+            read_binary_response, response, sequence, asked, facts, self._transport.origin
         )
 
     def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
         """Return the size of the plugin's arrays; 0 without the plugin."""
         if self.facts is None:
             return 0
-        own = kind_of(by_student), k if by_student else asked_for(k)
+        own = support_kind(by_student), k if by_student else at_least_one(k)
         kinds: list[tuple[Kind, int]] = [(SAMPLED, 0), own, *[(HIDDEN, 0)] * hidden]
         return self._checked_size(rows, kinds, self.facts)
 
@@ -302,7 +310,7 @@ class TeacherClient:
         return rows * per_row
 
     def _rows_per_request(
-        self, sequence: SequenceToScore, asked: Asked, facts: Facts
+        self, sequence: SequenceToScore, asked: AskedOfPlugin, facts: Facts
     ) -> Sequence[range]:
         """Return which rows of a sequence to ask for at once, in order."""
         n, tokens, limits = len(sequence.lacks), len(sequence.token_ids), facts.limits

@@ -41,7 +41,7 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
     """Check that both have the same tokens with the same ids, and split the same text equally."""
     remedy = f"choose a teacher and a student with one tokenizer, or {COMPARE_TEXT}"
     student_vocab, teacher_vocab = student.get_vocab(), teacher.get_vocab()
-    for token in sorted({*special_tokens(student), *special_tokens(teacher)}):
+    for token in sorted({*special_token_texts(student), *special_token_texts(teacher)}):
         student_id, teacher_id = student_vocab.get(token), teacher_vocab.get(token)
         if student_id != teacher_id:
             raise PreflightError(
@@ -78,14 +78,14 @@ def common_ends(
     """
     ends = Ends.of(tokenizer, turns, {*own}.union(*teachers.values()))
     lines = [
-        f"warning: the student ends an answer with {named(ends.answer, tokenizer)}, which does not "
-        f"end one for {name}: it finds that end improbable. Mask special tokens in the loss, or "
-        "give both one end."
+        f"warning: the student ends an answer with {token_with_id(ends.answer, tokenizer)}, which "
+        f"does not end one for {name}: it finds that end improbable. Mask special tokens in the "
+        "loss, or give both one end."
         for name, known in teachers.items()
         if ends.answer is not None and ends.answer not in known
     ]
     if more := [one for one in ends.ids if one not in own]:
-        names = ", ".join(named(one, tokenizer) for one in more)
+        names = ", ".join(token_with_id(one, tokenizer) for one in more)
         lines.append(
             f"answers also end with {names}, as chat template or teachers do, which the student's "
             "generation_config.json does not say (rollout.stop overrides it)"
@@ -93,7 +93,7 @@ def common_ends(
     return ends, lines
 
 
-def named(token: int, tokenizer: Any) -> str:
+def token_with_id(token: int, tokenizer: Any) -> str:
     """Return a token as text, with its id."""
     return f"{tokenizer.decode([token])!r} ({token})"
 
@@ -110,7 +110,7 @@ class LimitedServer(Protocol):
 
 
 @runtime_checkable
-class TokenServer(Protocol):
+class TokenizingServer(Protocol):
     """A scorer that can be asked how its server's tokenizer reads and writes."""
 
     def tokenize(self, text: str) -> list[int] | None:
@@ -129,7 +129,7 @@ def check_served_tokenizer(
     remedy: str = "choose a teacher and a student with one tokenizer",
 ) -> bool:
     """Compare tokenizers with a teacher's server, and return whether it could be asked."""
-    if not isinstance(scorer, TokenServer):
+    if not isinstance(scorer, TokenizingServer):
         return False
     was_asked = False
     for text in PROBES:
@@ -163,11 +163,11 @@ def check_served_tokenizer(
 def sampled_ids(tokenizer: Any) -> list[int]:
     """Return ids from the whole vocabulary, ``SAMPLED_IDS`` at least, and all special tokens."""
     size = len(tokenizer)
-    special = tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))
+    special = tokenizer.convert_tokens_to_ids(special_token_texts(tokenizer))
     return sorted({*range(0, size, max(1, size // SAMPLED_IDS)), size - 1, *special})
 
 
-def special_tokens(tokenizer: Any) -> list[str]:
+def special_token_texts(tokenizer: Any) -> list[str]:
     """Return BOS, EOS, padding and added tokens."""
     return [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
 

@@ -25,7 +25,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import render_messages, render_prompt
 from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.teachers.compatibility import PreflightError
-from prime_composer.teachers.watch import starts_of
+from prime_composer.teachers.watch import server_starts
 
 PLAIN = TeacherPromptConfig()  # Nothing of a prompt is the teacher's own, but its tokenizer
 
@@ -219,7 +219,7 @@ def with_template(tokenizer: Any, asks: TeacherPromptConfig, table: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StudentAnswer:
     """An answer of the student in a rollout, and what the teacher reads before it."""
 
     rollout: Rollout  # up to the answer's end; the answer alone trains
@@ -255,7 +255,7 @@ class OwnPromptScorer:
     @property
     def starts(self) -> int | None:
         """Starts that the teacher's server has named."""
-        return starts_of(self.scorer)
+        return server_starts(self.scorer)
 
     @property
     def sampler(self) -> Sampler | None:
@@ -298,7 +298,7 @@ class OwnPromptScorer:
         )
         return all_joined(rollouts, by_rollout, answers)
 
-    def pieces(self, rollout: Rollout) -> list[Piece]:
+    def pieces(self, rollout: Rollout) -> list[StudentAnswer]:
         """Return the answers in a rollout: one, or those of a conversation."""
         if rollout.turns:
             return pieces_of(rollout, self.prompts)
@@ -307,7 +307,7 @@ class OwnPromptScorer:
                 "a teacher with a prompt of its own reads messages, and those of a conversation "
                 "are not known"
             )
-        return [Piece(rollout, self.prompts(rollout.token_ids[: rollout.start].tolist()))]
+        return [StudentAnswer(rollout, self.prompts(rollout.token_ids[: rollout.start].tolist()))]
 
     def room(self, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with the student's prompt, the teacher can read.
@@ -323,7 +323,7 @@ class OwnPromptScorer:
                 return piece.start + fits
         return len(rollout.token_ids)
 
-    def _fits(self, piece: Piece, limit: int) -> int:
+    def _fits(self, piece: StudentAnswer, limit: int) -> int:
         """Return how many tokens of an answer fit; a scorer on vLLM reads one less than a window"""
         return max(0, min(piece.end - piece.start, limit - 1 - len(piece.prompt)))
 
@@ -332,7 +332,7 @@ class OwnPromptScorer:
         self.scorer.close()
 
 
-def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[Piece]:
+def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[StudentAnswer]:
     """Return the answers of the student in a conversation."""
     pieces = []
     for turn in rollout.turns:
@@ -340,23 +340,25 @@ def pieces_of(rollout: Rollout, prompts: ConversationPrompts) -> list[Piece]:
         end = turn.start + int(others[0]) if len(others) else len(rollout.token_ids)
         if turn.start < end:  # else cut off, as beyond a window
             own = Rollout.not_sampled(rollout.token_ids[:end], turn.start, rollout.finish_reason)
-            pieces.append(Piece(own, prompts.of_conversation(turn.asked)))
+            pieces.append(StudentAnswer(own, prompts.of_conversation(turn.asked)))
     return pieces
 
 
 def all_joined(
-    rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Piece]], answers: Iterable[Scores]
+    rollouts: Sequence[Rollout],
+    by_rollout: Sequence[Sequence[StudentAnswer]],
+    answers: Iterable[Scores],
 ) -> list[Scores]:
     """Return the scores of rollouts from those of all their answers, one after the other."""
     following = iter(answers)
     return [
-        joined(rollout, [(piece, next(following)) for piece in own])
+        scores_of_rollout(rollout, [(piece, next(following)) for piece in own])
         for rollout, own in zip(rollouts, by_rollout, strict=True)
     ]
 
 
-def joined(
-    rollout: Rollout, answers: Sequence[tuple[Piece, Scores]], start: int | None = None
+def scores_of_rollout(
+    rollout: Rollout, answers: Sequence[tuple[StudentAnswer, Scores]], start: int | None = None
 ) -> Scores:
     """Return the scores of a rollout from those of its answers, from token ``start`` on.
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means, token_scores
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
-from prime_composer.cross_tokenizer.teacher_rows import Rows
+from prime_composer.cross_tokenizer.teacher_rows import TeacherRows
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -31,14 +31,14 @@ from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
-    TokenServer,
+    TokenizingServer,
     check_served_tokenizer,
 )
 from prime_composer.teachers.own_prompt import (
     PLAIN,
     OwnPromptSampler,
     OwnPromptScorer,
-    Piece,
+    StudentAnswer,
     TeacherPrompts,
     all_joined,
 )
@@ -116,7 +116,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
     def __init__(
         self,
         scorer: Scorer,
-        pair: Pair,
+        pair: TokenizerPair,
         prompts: PromptsAndTexts,
         vocab_size: int,
         *,
@@ -195,7 +195,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
         (scores,) = asked.score([reading], min(COMPARED_IDS, self.ids_read))
         return KnownRequest(reading, scores, sign=self.starts)
 
-    def _fits(self, piece: Piece, limit: int) -> int:
+    def _fits(self, piece: StudentAnswer, limit: int) -> int:
         """Return how many tokens of an answer fit into the teacher's window."""
         ids = piece.rollout.token_ids[piece.start :].tolist()
         # One token less than the window, and the end behind the text.
@@ -217,7 +217,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
         server that could not be asked how it reads a text.
         """
         live = live_of(self.scorer)
-        if isinstance(live, TokenServer) and not live.gives_any_ids:
+        if isinstance(live, TokenizingServer) and not live.gives_any_ids:
             raise PreflightError(
                 f'The teacher\'s server has no scoring plugin, and tokenizer = "own" reads {READ} '
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
@@ -237,7 +237,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
                 f"The teacher's server and the tokenizer of its `model` differ: {error} With "
                 'tokenizer = "own", `model` names what the server serves.'
             ) from None
-        if not was_asked and isinstance(live, TokenServer):
+        if not was_asked and isinstance(live, TokenizingServer):
             warnings.append("The teacher's server could not be asked how it reads a text.")
         return warnings
 
@@ -254,7 +254,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
 
     @property
     def _is_served(self) -> bool:
-        return isinstance(live_of(self.scorer), TokenServer)
+        return isinstance(live_of(self.scorer), TokenizingServer)
 
     @property
     def ids_read(self) -> int:
@@ -262,7 +262,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
         lost = what_is_lost(self._aligned, self.size)
         return self.size if lost and not self._is_served else served_ids(self.size)
 
-    def _plan(self, rollout: Rollout) -> Plan:
+    def _plan(self, rollout: Rollout) -> ReadingPlan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
 
     def _check_fits(self, readings: Sequence[Rollout]) -> None:
@@ -307,7 +307,7 @@ class OwnTokenizerScorer(OwnPromptScorer):
             f'on_overflow = "score_head" in [{self._table}] to train on what fits.'
         ]
 
-    def _reading(self, piece: Piece, plan: Plan) -> Rollout:
+    def _reading(self, piece: StudentAnswer, plan: ReadingPlan) -> Rollout:
         """Return what the teacher reads, in its own tokens, with an end to score after the text."""
         ids = torch.tensor([*piece.prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
         return Rollout.not_sampled(ids, len(piece.prompt), piece.rollout.finish_reason)
@@ -338,7 +338,7 @@ class FirstTokens:
     def __init__(self) -> None:
         self._aligned: list[bool] = []
 
-    def judge(self, plan: Plan, size: int) -> str:
+    def judge(self, plan: ReadingPlan, size: int) -> str:
         """Return ``what_is_lost``, once enough tokens were seen; before and after it nothing."""
         if len(self._aligned) >= JUDGED_TOKENS:
             return ""
@@ -353,10 +353,10 @@ class ByRows:
     Where ``fixed``, supports must not depend on the sampled token.
     """
 
-    def __init__(self, pair: Pair, *, fixed: bool = False):
+    def __init__(self, pair: TokenizerPair, *, fixed: bool = False):
         self.pair, self._fixed, self._sums = pair, fixed, Sums(pair)
 
-    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
+    def scores(self, plan: ReadingPlan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return the scores of the student's tokens, and sums over them.
 
         ``read`` are the teacher's scores of its own tokens, by a head with ``size`` entries.
@@ -366,10 +366,10 @@ class ByRows:
         if read.token_ids.shape[1] >= size:
             # What whole rows lack of 1 is rounding, which is much beside an improbable text.
             candidates = replace(candidates, unlisted=torch.zeros_like(candidates.unlisted))
-        return token_scores(self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed)
+        return token_scores(self.pair, plan, candidates, TeacherRows(rows), k, fixed=self._fixed)
 
 
-def dense(read: Scores, plan: Plan, size: int) -> Float[Tensor, "rows vocab"]:
+def dense(read: Scores, plan: ReadingPlan, size: int) -> Float[Tensor, "rows vocab"]:
     """Return the rows that were read as probabilities of the whole vocabulary; 0 elsewhere."""
     rows = torch.zeros(len(read), size)
     rows.scatter_(1, read.token_ids, read.teacher_logprobs.float().exp())
@@ -385,7 +385,7 @@ class OwnTokenizerSampler(OwnPromptSampler):
     Their log mu is NaN: the teacher drew other tokens.
     """
 
-    def __init__(self, sampler: Sampler, pair: Pair, prompts: TeacherPrompts):
+    def __init__(self, sampler: Sampler, pair: TokenizerPair, prompts: TeacherPrompts):
         super().__init__(sampler, prompts)
         self._pair = pair
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, checked
-from prime_composer.backends.vllm_logprobs import asked_for, read_answer, top_k_of
+from prime_composer.backends.vllm_logprobs import at_least_one, read_answer, top_k_of
 from prime_composer.contract import HiddenStates, InvalidAnswer, Scores, TeacherHead
 from prime_composer.scoring.head import DTYPES_BY_NAME
 from prime_composer.scoring.kinds import HIDDEN, SAMPLED, Arrays, Kind, KindRequest, SupportKind
@@ -29,7 +29,7 @@ CHECKED_ROWS = 1024  # Rows of hidden states that are looked through at once
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedOfPlugin:
     """What a response of the plugin has to have."""
 
     kind: SupportKind  # of the support
@@ -43,20 +43,24 @@ class Asked:
         own = (SAMPLED, KindRequest(SAMPLED.name)), (self.kind, self.request)
         return [*own, *hidden]
 
-    def of_rows(self, n: int, rows: range) -> "Asked":
+    def of_rows(self, n: int, rows: range) -> "AskedOfPlugin":
         """Return what is asked of some of n rows."""
         return replace(self, request=self.request.of_rows(n, rows))
 
 
-def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
+def read_json_response(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
     """Return the scores in vLLM's JSON, of either of its routes, checked. K = 0: no support."""
-    rows, asked = read_answer(bytes(content), origin), asked_for(k)
+    rows, asked = read_answer(bytes(content), origin), at_least_one(k)
     scores = top_k_of(sequence.token_ids, rows, asked, origin, sequence.start)
     return checked(scores, sequence, k=asked, origin=origin).top(k)
 
 
-def read_binary(
-    response: ScoreResponse, sequence: SequenceToScore, asked: Asked, facts: Facts, origin: str
+def read_binary_response(
+    response: ScoreResponse,
+    sequence: SequenceToScore,
+    asked: AskedOfPlugin,
+    facts: Facts,
+    origin: str,
 ) -> Scores:
     """Return the scores in a response of the scoring plugin, checked."""
     n, k = len(sequence.lacks), asked.request.k
@@ -79,7 +83,7 @@ def read_binary(
     if asked.head is None:
         return scores
     states = HIDDEN.states(arrays, DTYPES_BY_NAME[facts.dtype])
-    check_finite(states, sequence, origin)
+    check_finite_states(states, sequence, origin)
     share = HiddenStates(states, asked.head, ref_logprobs=scores.ref_logprobs)
     return replace(scores, hidden=(share,))
 
@@ -94,7 +98,7 @@ def expected(arrays: Arrays, field: Field, n: int) -> NDArray[Any]:
     return found if found.flags.aligned else found.copy()
 
 
-def joined(parts: Sequence[Scores]) -> Scores:
+def joined_rows(parts: Sequence[Scores]) -> Scores:
     """Return the scores of adjacent rows of one sequence as one."""
     if len(parts) == 1:
         return parts[0]
@@ -120,7 +124,9 @@ def joined(parts: Sequence[Scores]) -> Scores:
     )
 
 
-def check_finite(states: Float[Tensor, "n d"], sequence: SequenceToScore, origin: str) -> None:
+def check_finite_states(
+    states: Float[Tensor, "n d"], sequence: SequenceToScore, origin: str
+) -> None:
     """Check that hidden states are finite."""
     for first in range(0, len(states), CHECKED_ROWS):
         wrong = (~states[first : first + CHECKED_ROWS].isfinite()).any(dim=1).nonzero()

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from prime_composer.backends.errors import Refused, ServerError
+from prime_composer.backends.errors import RequestRefused, ServerError
 from prime_composer.backends.http import Connection
 from prime_composer.backends.scratch import remove_left, scratch_folder
 from prime_composer.scoring.head import DTYPES_BY_NAME
@@ -127,7 +127,7 @@ class ServedHead:
         )
         try:
             return decode_response(self._connection.run(request), HeadResponse)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             raise self._connection.error(
                 f"{self._connection.name} answered {refusal.status} to {HEAD_PATH}: "
                 f"{refusal.reason}"

@@ -10,17 +10,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from prime_composer.backends.alignment import (
-    check_lengths,
+    check_sequence_lengths,
     check_support_size,
     sequences_to_score,
 )
-from prime_composer.backends.errors import Refused, ServerError
+from prime_composer.backends.errors import RequestRefused, ServerError
 from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.recipe.backends import Served
 from prime_composer.samplers.server import ServerSampler
-from prime_composer.teachers.client import TeacherClient, kind_of
+from prime_composer.teachers.client import TeacherClient, support_kind
 from prime_composer.teachers.served_head import ServedHead
 
 T = TypeVar("T")
@@ -125,10 +125,10 @@ class ServerScorer(Server):
         else:
             k = support_size
         sequences = sequences_to_score(rollouts, prompts, vocab_size)
-        check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
+        check_sequence_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
         client = self.client if binary else self._client
-        client.check_can(kind_of(candidate_ids is not None), hidden, binary=binary)
+        client.check_can(support_kind(candidate_ids is not None), hidden, binary=binary)
         head = self._teacher_head() if hidden else None
         chosen: Sequence[Tensor | None] = candidate_ids or [None] * len(sequences)
         return self._connection.map(
@@ -181,7 +181,7 @@ class ServerScorer(Server):
         settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k)
         return "/v1/completions", completion_request(model, token_ids, settings)
 
-    def refused(self, refusal: Refused, path: str, k: int = 0) -> ServerError:
+    def refused(self, refusal: RequestRefused, path: str, k: int = 0) -> ServerError:
         """Return the error for a refusal."""
         return self._refusal(refusal, path)
 

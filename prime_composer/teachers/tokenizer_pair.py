@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
-from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.pair import TokenizerPair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.problems.config import DataConfig, Problem
@@ -74,7 +74,7 @@ def make_pair(
     sizes: tuple[int, int] = (0, 0),
     leads: tuple[bytes, bytes] = (b"", b""),
     student_end: int | None = None,
-) -> Pair:
+) -> TokenizerPair:
     """Return the tables of two tokenizers of transformers.
 
     Args:
@@ -114,10 +114,10 @@ def make_pair(
             f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
             "cheaper without it."
         )
-    return Pair(codes[0], codes[1], ends[0], student_end, texts, leads)
+    return TokenizerPair(codes[0], codes[1], ends[0], student_end, texts, leads)
 
 
-def aligned_share(pair: Pair, texts: Iterable[str]) -> float:
+def aligned_share(pair: TokenizerPair, texts: Iterable[str]) -> float:
     """Return the share of the student's tokens that begin where one of the teacher's does."""
     lead = pair.student_lead.decode()
     plans = [plan_of(pair, pair.student.encode(lead + text)) for text in texts]

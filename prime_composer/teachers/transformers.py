@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
-    check_lengths,
+    check_sequence_lengths,
     check_support_size,
     checked,
     sequences_to_score,
@@ -94,7 +94,7 @@ class TransformersScorer(LoadedModel):
                     "rollouts."
                 )
         sequences = sequences_to_score(rollouts, prompts, vocab_size)
-        check_lengths([s.token_ids for s in sequences], 0, self.limits.max_model_len)
+        check_sequence_lengths([s.token_ids for s in sequences], 0, self.limits.max_model_len)
         weight = lm_head_weight(self.model).detach()
         head = TeacherHead(weight, origin=self.origin)
         scores: dict[int, Scores] = {}

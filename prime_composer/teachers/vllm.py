@@ -12,7 +12,7 @@ from torch import Tensor
 from prime_composer.backends.alignment import (
     SequenceToScore,
     all_checked,
-    check_lengths,
+    check_sequence_lengths,
     check_support_size,
     sequences_to_score,
 )
@@ -73,7 +73,7 @@ class VLLMScorer:
         sequences = sequences_to_score(rollouts, prompts, vocab_size)
         if not sequences:
             return []
-        check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
+        check_sequence_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
         kind: SupportKind = SAMPLED
         asked = [KindRequest(SAMPLED.name)] * len(sequences)
         if k and candidate_ids is not None:

@@ -78,7 +78,7 @@ def known_rollout(token_ids: Tensor, start: int) -> Rollout:
     return Rollout.not_sampled(token_ids, start, "length")
 
 
-def starts_of(part: object) -> int | None:
+def server_starts(part: object) -> int | None:
     """Return how many starts the server of a scorer or sampler has named; None where it names none.
 
     What computes in this process is never exchanged.

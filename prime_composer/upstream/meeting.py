@@ -13,7 +13,7 @@ from typing import Any
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.teachers.compatibility import (
     PreflightError,
-    TokenServer,
+    TokenizingServer,
     check_served_tokenizer,
 )
 from prime_composer.upstream.log import log
@@ -34,7 +34,7 @@ def _tokenizer(name: str) -> Any | None:
 
 
 def compare_with_student(
-    origin: str, server: TokenServer, window: Callable[[], int | None]
+    origin: str, server: TokenizingServer, window: Callable[[], int | None]
 ) -> None:
     """Compare a teacher's server with the student; ``ValueError``: it has other tokens.
 

@@ -17,7 +17,7 @@ from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.mixture import mix
-from prime_composer.teachers.responses import read_json
+from prime_composer.teachers.responses import read_json_response
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.orchestrator.client import whole_sequence
 from tests.stand_in import Reply, serving
@@ -358,7 +358,7 @@ def in_orchestrator(a, written):
     """Read an answer of ``/inference/v1/generate`` as prime-rl's orchestrator does."""
     content = json.dumps({"choices": [{"index": 0}], "prompt_logprobs": written}).encode()
     sequence = whole_sequence([4, 3, *a.sampled.tolist()])
-    return read_json(content, sequence, a.k, "The teacher at http://t:8000")
+    return read_json_response(content, sequence, a.k, "The teacher at http://t:8000")
 
 
 @few

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from prime_composer.backends.hf_model import load_model
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.recipe.model import LoraConfig
 from tests.studies.architecture_models import make_model, write_model
@@ -41,7 +41,7 @@ def test_merged_adapter_is_sent_beside_its_experts(tmp_path: Path):
     pytest.importorskip("peft")
     right = stored(write_model("Qwen3-MoE", tmp_path))
     model = load_model(tmp_path)
-    Adapter.of_model(model, LoraConfig(rank=2, alpha=2), tmp_path, seed=0)
+    LoraAdapter.of_model(model, LoraConfig(rank=2, alpha=2), tmp_path, seed=0)
     assert dict(weights_to_load(model)).keys() == right.keys()
 
 

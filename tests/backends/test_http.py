@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prime_composer.backends import http
-from prime_composer.backends.http import Connection, Refused, ServerError
+from prime_composer.backends.http import Connection, RequestRefused, ServerError
 from prime_composer.recipe.backends import Served
 
 
@@ -157,7 +157,7 @@ def test_status_of_a_busy_server_is_asked_again(code, serve, connect):
 @pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 422, 501])
 def test_status_of_a_refusal_is_never_asked_again(code, serve, connect):
     server = serve(status(code), GOOD)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         ask(connect(server.url))
     assert (refused.value.status, refused.value.reason) == (code, f"told {code}")
     assert len(server.seen) == 1
@@ -397,7 +397,7 @@ def test_error_of_one_request_ends_the_others(serve, connect):
         return await connection.request("POST", "/v1/completions", {})
 
     started = time.monotonic()
-    with pytest.raises(Refused, match="told 404"):
+    with pytest.raises(RequestRefused, match="told 404"):
         connection.map(once, range(8))
     assert time.monotonic() - started < 10
 

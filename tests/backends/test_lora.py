@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import ModelUnavailable, check_plain_head, linear_layers
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import base_of, frozen_copy, is_adapted, weights_of
 from prime_composer.local.weight_sync import perturbed
 from prime_composer.recipe.model import LoraConfig
@@ -19,11 +19,11 @@ CONFIG = LoraConfig(rank=3, alpha=7, targets=("k_proj", "down_proj"))
 IDS = torch.arange(2, 12)[None]
 
 
-def adapted(tied: bool = True, **changes: Any) -> tuple[nn.Module, nn.Module, Adapter]:
+def adapted(tied: bool = True, **changes: Any) -> tuple[nn.Module, nn.Module, LoraAdapter]:
     """Return a model, itself with an adapter that is not zero, and the adapter."""
     plain = make_model(tied, seed=0, **changes)
     model = copy.deepcopy(plain)
-    adapter = Adapter.of_model(model, CONFIG, "a/base", seed=0)
+    adapter = LoraAdapter.of_model(model, CONFIG, "a/base", seed=0)
     for index, (name, value) in enumerate(adapter.weights.items()):
         if "lora_B" in name:
             value.normal_(std=0.3, generator=torch.Generator().manual_seed(index))
@@ -119,7 +119,7 @@ def test_model_without_an_adapter_is_its_own_merged_model() -> None:
 def test_check_of_a_sync_moves_an_adapter_that_is_zero() -> None:
     """Otherwise a sampler without it would agree; all is restored."""
     model = make_model(tied=True, seed=0)
-    Adapter.of_model(model, CONFIG, "a/base", seed=0)
+    LoraAdapter.of_model(model, CONFIG, "a/base", seed=0)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     with perturbed(model):
         of_base = dict(weights_of(base_of(model)))
@@ -135,7 +135,7 @@ def test_check_of_a_sync_moves_an_adapter_that_is_zero() -> None:
 
 def test_all_linear_layers_are_adapted_but_the_head() -> None:
     model = make_model(tied=False, seed=0)
-    Adapter.of_model(model, LoraConfig(rank=2), "a/base", seed=0)
+    LoraAdapter.of_model(model, LoraConfig(rank=2), "a/base", seed=0)
     found = [name for name, layer in model.named_modules() if is_adapted(layer)]
     assert len(found) == 14 and not any("lm_head" in name or "embed" in name for name in found)
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
@@ -148,7 +148,7 @@ def test_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
 
     _, _, adapter = adapted()
     adapter.save_pretrained(tmp_path)
-    other = Adapter.of_model(make_model(tied=True, seed=1), CONFIG, "another/base", seed=0)
+    other = LoraAdapter.of_model(make_model(tied=True, seed=1), CONFIG, "another/base", seed=0)
     with pytest.raises(ModelUnavailable, match="an adapter of another model than another/base"):
         other.load(tmp_path)
     file = tmp_path / "adapter_model.safetensors"

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.http import Refused, ServerError
+from prime_composer.backends.http import RequestRefused, ServerError
 from prime_composer.backends.protocols import Limits, SamplingParams
 from prime_composer.local import opening
 from prime_composer.local.opening import teacher_spec
@@ -696,7 +696,7 @@ def test_sampling_time_grows_with_what_is_asked_at_once(
 
     async def refuse(method, path, body, *, max_bytes, seconds):
         allowed.append(seconds)
-        raise Refused(400, "no")
+        raise RequestRefused(400, "no")
 
     monkeypatch.setattr(sampler._connection, "request", refuse)
     with pytest.raises(ServerError):

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
 from prime_composer.contract import Scores
-from prime_composer.teachers.responses import read_json
+from prime_composer.teachers.responses import read_json_response
 from prime_composer.upstream.orchestrator.client import IN_FLIGHT, whole_sequence
 from prime_composer.upstream.wire import pack, sent
 from tests.backends.test_vllm_logprobs import plain_parse
@@ -92,7 +92,7 @@ def unchecked(token_ids: list[int], content: bytes, k: int) -> Scores:
 
 
 def parse(token_ids: list[int], content: bytes, k: int) -> Scores:
-    return read_json(content, whole_sequence(token_ids), k, "The teacher")
+    return read_json_response(content, whole_sequence(token_ids), k, "The teacher")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_composer.cross_tokenizer.pair import Pair, whole_characters
+from prime_composer.cross_tokenizer.pair import TokenizerPair, whole_characters
 
 Row = NDArray[np.floating]
 """The teacher's probabilities after some of its tokens, [V_T]."""
@@ -72,7 +72,9 @@ class Reference:
         words: words before a position of which other tokenizations count too. None: all of them.
     """
 
-    def __init__(self, pair: Pair, rows_of: RowsOf, threshold: float = 1e-4, words: int | None = 2):
+    def __init__(
+        self, pair: TokenizerPair, rows_of: RowsOf, threshold: float = 1e-4, words: int | None = 2
+    ):
         self.pair, self.rows_of = pair, rows_of
         self.threshold, self.words = threshold, words
         named = sorted((content, i) for i, content in enumerate(pair.teacher.of_id) if content)

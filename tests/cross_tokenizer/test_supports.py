@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from prime_composer.cross_tokenizer.finish import UNRESOLVED, Positions
-from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.pair import TokenizerPair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
-from prime_composer.cross_tokenizer.teacher_rows import Rows
+from prime_composer.cross_tokenizer.teacher_rows import TeacherRows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.test_target import EVERY, finished, scores_of, toy
 from tests.cross_tokenizer.toys import byte_level
@@ -79,7 +79,7 @@ def test_every_end_of_the_teacher_counts_for_the_students_end() -> None:
     tokenizer = byte_level([], words=False)
     teacher = TokenBytes(tokenizer, "the teacher", 258)
     student = TokenBytes(tokenizer, "the student", 300)
-    pair = Pair(teacher, student, [256, 257], 256, [])
+    pair = TokenizerPair(teacher, student, [256, 257], 256, [])
     (letter,) = teacher.encode("a")
     row = torch.zeros(1, 258, dtype=torch.float64)
     row[0, letter], row[0, 256], row[0, 257] = 0.5, 0.3, 0.2
@@ -100,7 +100,7 @@ def test_off_path_bound_of_a_word_that_the_teacher_would_never_write(
     tokenizer = byte_level([("a", "a")], words=False)
     teacher = TokenBytes(tokenizer, "the teacher", 258)
     student = TokenBytes(byte_level([], words=False), "the student", 257)
-    pair = Pair(teacher, student, [257], 256, [])
+    pair = TokenizerPair(teacher, student, [257], 256, [])
     one, two = tokenizer.token_to_id("a"), tokenizer.token_to_id("aa")
     ids = [student.encode("a")[0]] * 24
     plan = plan_of(pair, ids)
@@ -108,7 +108,7 @@ def test_off_path_bound_of_a_word_that_the_teacher_would_never_write(
     rows = torch.zeros(13, 258)
     rows[:, two], rows[:, one], rows[:, 257] = 1e-8, other, 1.0
     candidates = Sums(pair).candidates(rows, plan, EVERY)
-    positions = Positions(pair, plan, candidates, Rows(rows))
+    positions = Positions(pair, plan, candidates, TeacherRows(rows))
     assert positions.off_path[-1] == pytest.approx(expected)
     assert positions.off_path[:7] == pytest.approx(0.0, abs=1e-4)
 
@@ -118,7 +118,7 @@ def test_tokens_across_an_improbable_word_that_are_impossible_have_no_mass() -> 
     tokenizer = byte_level([("a", "a" * i + "b") for i in range(12)], words=False)
     teacher = TokenBytes(tokenizer, "the teacher", 269)
     student = TokenBytes(byte_level([], words=False), "the student", 257)
-    pair = Pair(teacher, student, [268], 256, [])
+    pair = TokenizerPair(teacher, student, [268], 256, [])
     letter = student.encode("a")[0]
     plan = plan_of(pair, [letter] * 12)
     rows = torch.zeros(13, 269)

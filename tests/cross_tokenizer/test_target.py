@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from prime_composer.cross_tokenizer.finish import NEVER, Positions, token_scores
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan, plan_of
 from prime_composer.cross_tokenizer.sums import Candidates, Sums
-from prime_composer.cross_tokenizer.teacher_rows import Rows
+from prime_composer.cross_tokenizer.teacher_rows import TeacherRows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.toys import ToyTeacher, byte_level, pushed_forward, random_tokenizer
 
@@ -27,7 +27,7 @@ EVERY = 1000
 @dataclass
 class Toy:
     teacher: ToyTeacher
-    pair: Pair
+    pair: TokenizerPair
     exact: dict[tuple[int, ...], float]
 
     def rollouts(self, count: int, seed: int) -> Iterator[tuple[int, ...]]:
@@ -61,7 +61,7 @@ def toy(
     )
     teacher = ToyTeacher(teacher_tokens, ALPHABET, 5, noncanonical, seed, leads[0])
     end = len(student.of_id) - 1
-    pair = Pair(
+    pair = TokenizerPair(
         *(teacher_tokens, student, [teacher.end], end, []),
         leads=(leads[0].encode(), leads[1].encode()),
     )
@@ -132,10 +132,12 @@ def bounded(this: Toy, seed: int) -> int:
     return count
 
 
-def finished(pair: Pair, plan: Plan, found: Candidates, rows: torch.Tensor) -> tuple[Any, ...]:
+def finished(
+    pair: TokenizerPair, plan: ReadingPlan, found: Candidates, rows: torch.Tensor
+) -> tuple[Any, ...]:
     """Return the certain mass of each token, all that is unsure, log Q of what was sampled, and
     the norm, of each position. All of them have a score."""
-    positions = Positions(pair, plan, found, Rows(rows))
+    positions = Positions(pair, plan, found, TeacherRows(rows))
     masses = positions.filtered(positions.refined(positions.masses))
     assert len(masses.total) == len(plan.positions)
     closed = np.zeros((len(masses.total), masses.width))
@@ -148,10 +150,12 @@ def log_or_never(probability: float) -> float:
     return max(NEVER, math.log(probability)) if probability else NEVER
 
 
-def scores_of(pair: Pair, rows: torch.Tensor, ids: tuple[int, ...], k: int = 8, **options: bool):
+def scores_of(
+    pair: TokenizerPair, rows: torch.Tensor, ids: tuple[int, ...], k: int = 8, **options: bool
+):
     plan = plan_of(pair, ids)
     found = Sums(pair).candidates(rows, plan, EVERY)
-    return token_scores(pair, plan, found, Rows(rows), k, **options)
+    return token_scores(pair, plan, found, TeacherRows(rows), k, **options)
 
 
 def test_every_row_is_a_distribution_with_the_sampled_token_first() -> None:
@@ -176,7 +180,7 @@ def test_every_row_is_a_distribution_with_the_sampled_token_first() -> None:
 def test_equal_tokenizers_give_the_teachers_own_probabilities() -> None:
     tokens = random_tokenizer(3, ALPHABET, 5, words=True)
     teacher = ToyTeacher(tokens, ALPHABET, 5, noncanonical=0.0, seed=3)
-    pair = Pair(tokens, tokens, [teacher.end], teacher.end, [])
+    pair = TokenizerPair(tokens, tokens, [teacher.end], teacher.end, [])
     # Every continuation of a canonical text is canonical, so that no token changes another.
     closed = np.zeros_like(pair.tables.open)
     pair.tables = replace(pair.tables, open=closed, asks=closed)
@@ -196,14 +200,16 @@ def test_equal_tokenizers_give_the_teachers_own_probabilities() -> None:
 def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
     this = toy(2, words=False)
     student = random_tokenizer(0, ALPHABET, 0, words=False)
-    pair = Pair(this.teacher.tokens, student, [this.teacher.end], len(student.of_id) - 1, [])
+    pair = TokenizerPair(
+        this.teacher.tokens, student, [this.teacher.end], len(student.of_id) - 1, []
+    )
     exact = pushed_forward(this.teacher, student, pair.student_end)
     equal = 0
     for ids in Toy(this.teacher, pair, exact).rollouts(20, 2):
         rows = this.teacher.rows(student.bytes_of(ids).decode())
         plan = plan_of(pair, ids)
         found = Sums(pair).candidates(rows, plan, EVERY)
-        scores, _ = token_scores(pair, plan, found, Rows(rows), 8)
+        scores, _ = token_scores(pair, plan, found, TeacherRows(rows), 8)
         for at in range(len(ids)):
             if float(found.off_path[at]) < 1e-12:
                 target = math.log(exact[ids[: at + 1]] / exact[ids[:at]])
@@ -229,8 +235,8 @@ def test_permuted_vocabularies_permute_the_result() -> None:
     rng = np.random.default_rng(0)
     student_order = rng.permutation(len(pair.student.of_id)).tolist()
     teacher_order = rng.permutation(len(pair.teacher.of_id)).tolist()
-    plain = Pair(pair.teacher, pair.student, pair.teacher_ends, pair.student_end, [])
-    other = Pair(
+    plain = TokenizerPair(pair.teacher, pair.student, pair.teacher_ends, pair.student_end, [])
+    other = TokenizerPair(
         permuted(pair.teacher, teacher_order),
         permuted(pair.student, student_order),
         [teacher_order.index(i) for i in pair.teacher_ends],
@@ -291,7 +297,7 @@ def test_pairs_of_tokens_are_canonical_where_the_student_writes_them(words: bool
         teacher, student = (
             random_tokenizer(2 * seed + at, ALPHABET, 12, words=words) for at in (0, 1)
         )
-        pair = Pair(teacher, student, [0], 0, [])
+        pair = TokenizerPair(teacher, student, [0], 0, [])
         ids = [
             i for i, content in enumerate(student.of_id) if content and not content.strip(b"ab ")
         ]
@@ -357,7 +363,7 @@ def test_a_character_of_three_teacher_tokens_is_its_first_ones_path() -> None:
     student = TokenBytes(byte_level(merges, words=False), "the student")
     character = bytes([0xE4, 0xBD, 0xA0]).decode()
     assert len(student.encode(character)) == 1 and len(teacher.encode(character)) == 3
-    pair = Pair(teacher, student, [256], len(student.of_id) - 1, [])
+    pair = TokenizerPair(teacher, student, [256], len(student.of_id) - 1, [])
     path = teacher.encode(character)
     rows = torch.full((4, 257), 0.1 / 256, dtype=torch.float64)
     for row, token in enumerate(path):
@@ -370,6 +376,6 @@ def test_ids_of_the_head_alone_write_nothing() -> None:
     tokenizer = byte_level([], words=False)
     padded = TokenBytes(tokenizer, "the student", 300)
     assert len(padded.of_id) == 300 and padded.of_id[299] is None
-    pair = Pair(TokenBytes(tokenizer, "the teacher"), padded, [256], 256, [])
+    pair = TokenizerPair(TokenBytes(tokenizer, "the teacher"), padded, [256], 256, [])
     plan = plan_of(pair, [padded.encode("a")[0], 299, padded.encode("b")[0]])
     assert [position is not None for position in plan.positions] == [True, True, False]

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.cross_tokenizer.pair import Pair, whole_characters
+from prime_composer.cross_tokenizer.pair import TokenizerPair, whole_characters
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.tiny_models.cache import SHIPPED
@@ -101,7 +101,7 @@ def test_tables_of_mistral_and_tekken_are_what_the_student_encodes(
         (mistral, tekken, (b" ", b"")),
         (tekken, mistral, (b"", b" ")),
     ):
-        pair = Pair(teacher, student, [2], 2, [TEXTS[0]], leads)
+        pair = TokenizerPair(teacher, student, [2], 2, [TEXTS[0]], leads)
         checked = 0
         for token in rng.choice(pair.tables.order, 1000).tolist():
             skip = int(rng.integers(-len(pair.before), len(teacher.of_id[token] or b"")))
@@ -113,7 +113,7 @@ def test_tables_of_mistral_and_tekken_are_what_the_student_encodes(
         check_positions(pair, TEXTS[0])
 
 
-def check_positions(pair: Pair, text: str) -> None:
+def check_positions(pair: TokenizerPair, text: str) -> None:
     """Check where the tokens of a text stand between those of the teacher."""
     student, leads = pair.student, (pair.teacher_lead.decode(), pair.student_lead.decode())
     ids = [*student.encode(leads[1] + text), pair.student_end]
@@ -131,7 +131,7 @@ def test_positions_of_tekken_in_the_tiny_teachers_text(
     tekken: TokenBytes, tiny: TokenBytes
 ) -> None:
     # The first text alone has what a student of GSM8K writes; emoji are cut inside of characters.
-    pair = Pair(tekken, tiny, [2], 0, [TEXTS[0]])
+    pair = TokenizerPair(tekken, tiny, [2], 0, [TEXTS[0]])
     ids = [*tiny.encode(TEXTS[0]), 0]
     plan = plan_of(pair, ids)
     assert None not in plan.positions
@@ -154,7 +154,7 @@ def test_positions_of_tekken_in_the_tiny_teachers_text(
 def test_openness_is_counted_where_texts_show_a_token_often(tiny: TokenBytes) -> None:
     digits = TokenBytes(byte_level([("1", "3")], words=True), "the teacher")
     texts = ["13 " * 30]
-    never, often = (Pair(digits, tiny, [256], 0, t) for t in ([], texts))
+    never, often = (TokenizerPair(digits, tiny, [256], 0, t) for t in ([], texts))
     token = digits.encode("13")[0]
     entry = never.tables.start[token]
     # "13" is "1" and "3" to the student, whatever follows; texts agree.

@@ -392,10 +392,10 @@ def test_tensor_bytes_counts_shared_tensors_once() -> None:
 def test_naming_names_the_file_of_an_open_one(tmp_path: Path) -> None:
     """An error of a write or a flush names no file; one that names its own keeps it."""
     for error, named in ((OSError(5, "broken"), "mine"), (OSError(5, "broken", "own"), "own")):
-        with pytest.raises(OSError) as caught, errors.naming(Path("mine")):
+        with pytest.raises(OSError) as caught, errors.naming_file(Path("mine")):
             raise error
         assert caught.value.filename == named
-    with pytest.raises(OSError) as caught, errors.naming(Path("mine")):
+    with pytest.raises(OSError) as caught, errors.naming_file(Path("mine")):
         raise SafetensorError("Error while serializing: I/O error: broken (os error 5)")
     assert (caught.value.errno, caught.value.filename) == (5, "mine")
 

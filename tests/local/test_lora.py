@@ -18,7 +18,7 @@ from prime_composer.backends.hf_model import (
     load_model,
     sequence_logprobs,
 )
-from prime_composer.backends.lora.adapter import Adapter, import_peft
+from prime_composer.backends.lora.adapter import LoraAdapter, import_peft
 from prime_composer.backends.lora.views import base_of, weights_of
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.engine import Engine
@@ -630,7 +630,7 @@ def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any])
     name, layer = next(iter(linear_layers(model)))
     layer.to(torch.bfloat16)
     with pytest.raises(ModelUnavailable, match=rf"{name} .* is quantized .*prepare\] quantize"):
-        Adapter.of_model(model, config, "m", seed=0)
+        LoraAdapter.of_model(model, config, "m", seed=0)
 
 
 MODES: dict[str, dict[str, Any]] = {

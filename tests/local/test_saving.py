@@ -13,7 +13,7 @@ from prime_composer.backends.hf_model import (
     load_student,
     load_tokenizer,
 )
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.transformers import try_saving
 from prime_composer.cli.commands import main
 from prime_composer.recipe.model import LoraConfig
@@ -73,7 +73,7 @@ def test_merged_adapter_copies_the_generation_config(student: Path, tmp_path: Pa
     pytest.importorskip("peft")
     (student / "generation_config.json").write_text(json.dumps(SAMPLES))
     net, tokenizer = load_student(student)
-    adapter = Adapter.of_model(net, LoraConfig(rank=2, alpha=2), student, seed=0, merge=True)
+    adapter = LoraAdapter.of_model(net, LoraConfig(rank=2, alpha=2), student, seed=0, merge=True)
     try_saving(adapter, tokenizer)
     (tmp_path / "merged").mkdir()
     adapter.save_pretrained(tmp_path / "merged")

@@ -908,14 +908,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # the tape of a teacher
     "tape: prompt left out of the key": mutant(
-        TAPE_ANSWERS, "question",
+        TAPE_ANSWERS, "teacher_question",
         ("[ids_as_bytes(read), ids_as_bytes(own)]", "[ids_as_bytes(own)]"),
     ),
     "tape: chosen ids left out of the key": mutant(
-        TAPE_ANSWERS, "question", ("parts.append(ids_as_bytes(candidates))", "None"),
+        TAPE_ANSWERS, "teacher_question", ("parts.append(ids_as_bytes(candidates))", "None"),
     ),
     "tape: parts of a key run together": mutant(
-        TAPE_ANSWERS, "digest", ("len(part).to_bytes(8, 'little') + part", "part"),
+        TAPE_ANSWERS, "answer_key", ("len(part).to_bytes(8, 'little') + part", "part"),
     ),
     "tape: known ids forgotten": mutant(
         TAPE_ANSWERS, "_scores_of", ("tensors.get('known')", "None"),
@@ -980,9 +980,11 @@ MUTANTS: dict[str, Mutant] = {
     "lora: a frozen copy trains": mutant(
         VIEWS, "frozen_copy", ("_M.requires_grad_(False)", "_M"),
     ),
-    "lora: another base accepted": mutant(LORA, "Adapter.load", ("digest != self.digest", "False")),
+    "lora: another base accepted": mutant(
+        LORA, "LoraAdapter.load", ("digest != self.digest", "False"),
+    ),
     "lora: alpha is not peft's": mutant(
-        LORA, "Adapter.of_model", ("config.alpha", "config.rank"),
+        LORA, "LoraAdapter.of_model", ("config.alpha", "config.rank"),
     ),
     "lora: a zero adapter stays zero in the check of a sync": mutant(
         "local/weight_sync.py", "perturbed",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import read_eos_token_ids
-from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import is_adapted
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.backends.vllm import VLLMSampler, can_load_again
@@ -163,7 +163,7 @@ def test_update_weights_merges_an_adapter(sampler, tied_model, plain_logprobs):
     """The sampler's log-probs are those of W + (alpha / rank) B A, and of the adapted model."""
     plain = copy.deepcopy(tied_model)
     config = LoraConfig(rank=4, alpha=6, targets=("q_proj", "o_proj", "up_proj"))
-    Adapter.of_model(tied_model, config, "base", seed=0)
+    LoraAdapter.of_model(tied_model, config, "base", seed=0)
     with torch.no_grad():
         for name, layer in tied_model.named_modules():
             if is_adapted(layer):
@@ -184,7 +184,7 @@ def test_update_weights_merges_an_adapter(sampler, tied_model, plain_logprobs):
 def test_vllm_loads_an_adapters_directory(models, tied_model, plain_logprobs, tmp_path):
     """Its own LoRA layers give the log-probs of the adapted student."""
     config = LoraConfig(rank=8, alpha=16)
-    adapter = Adapter.of_model(tied_model, config, models.tied, seed=0)
+    adapter = LoraAdapter.of_model(tied_model, config, models.tied, seed=0)
     with torch.no_grad():
         for name, value in adapter.weights.items():
             if "lora_B" in name:

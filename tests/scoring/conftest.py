@@ -62,7 +62,7 @@ class Engine:
 @pytest.fixture
 def vllm_without_its_libraries(monkeypatch):
     """Two names of vLLM, all that the routes use."""
-    from prime_composer.scoring.engine import sampling_params
+    from prime_composer.scoring.engine import plugin_sampling_params
 
     modules = {
         "vllm": SimpleNamespace(SamplingParams=SimpleNamespace, __version__="0.32.0"),
@@ -72,9 +72,9 @@ def vllm_without_its_libraries(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    sampling_params.cache_clear()
+    plugin_sampling_params.cache_clear()
     yield
-    sampling_params.cache_clear()
+    plugin_sampling_params.cache_clear()
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 from fastapi import FastAPI  # noqa: E402
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
-from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
-from prime_composer.scoring.endpoint import columns_of, facts_of, head  # noqa: E402
-from prime_composer.scoring.head import read_head  # noqa: E402
+from prime_composer.backends.http import Connection, RequestRefused, ServerError  # noqa: E402
+from prime_composer.scoring.endpoint import columns_of, head_route, server_facts  # noqa: E402
+from prime_composer.scoring.head import worker_head  # noqa: E402
 from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
 from prime_composer.teachers import served_head  # noqa: E402
 from tests.scoring.conftest import post  # noqa: E402
@@ -67,7 +67,7 @@ class Direct(Connection):
     def run(self, work):
         answer, max_bytes = work
         if answer.status_code != 200:
-            raise Refused(answer.status_code, answer.json()["error"]["message"])
+            raise RequestRefused(answer.status_code, answer.json()["error"]["message"])
         assert len(answer.content) <= max_bytes
         return answer.content
 
@@ -81,15 +81,15 @@ def client_of(weight, bias, shards):
     class Engine:
         async def collective_rpc(self, method, args):
             await asyncio.sleep(0)
-            return [read_head(worker, *args) for worker in reversed(workers)]
+            return [worker_head(worker, *args) for worker in reversed(workers)]
 
     config = SimpleNamespace(
         model="m", max_model_len=20, dtype=weight.dtype, get_vocab_size=lambda: ROWS,
         get_hidden_size=lambda: D,
     )  # fmt: skip
     app = FastAPI()
-    app.add_route(HEAD_PATH, head, methods=["POST"])
-    app.state.prime_composer_facts = facts_of(config)
+    app.add_route(HEAD_PATH, head_route, methods=["POST"])
+    app.state.prime_composer_facts = server_facts(config)
     app.state.engine_client = Engine()
     return served_head.ServedHead(Direct(app), app.state.prime_composer_facts), workers
 
@@ -110,8 +110,8 @@ def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monk
     facts = found.facts
     assert (facts.scale, facts.softcap, facts.computed_in) == (0.5, 30.0, str(dtype)[6:])
     assert [path.name for path in tmp_path.iterdir()] == [f"{facts.sha256}.safetensors"]
-    head = found.of_teacher("The server")
-    assert (head.weight.dtype, head.scale, head.softcap) == (dtype, 0.5, 30.0)
+    head_route = found.of_teacher("The server")
+    assert (head_route.weight.dtype, head_route.scale, head_route.softcap) == (dtype, 0.5, 30.0)
 
 
 def test_head_is_read_without_a_product(monkeypatch):
@@ -121,7 +121,7 @@ def test_head_is_read_without_a_product(monkeypatch):
     model = worker.get_model()
     model.config = SimpleNamespace(hidden_size=2 * D)
     monkeypatch.delattr(LogitsProcessor, "forward")  # a wrong width would end the process
-    found = read_head(worker, 0, 0)
+    found = worker_head(worker, 0, 0)
     assert (found["rows"], found["columns"]) == (ROWS, D)
     assert "forward" not in vars(model.logits_processor)
 
@@ -136,13 +136,13 @@ def test_head_beside_which_a_model_computes_is_refused(side):
         "hidden states": lambda hidden: plain(hidden * 2),
         "logits": lambda hidden: plain(hidden) * 2,
     }[side]
-    assert "one matrix" in read_head(worker, 0, 0)["error"]
+    assert "one matrix" in worker_head(worker, 0, 0)["error"]
 
 
 def test_server_says_the_width_of_its_head():
     """The columns are those of the first row that the workers gave; else those of the config."""
     _, workers = client_of(torch.ones(ROWS, D, dtype=torch.bfloat16), None, [4])
-    assert columns_of([read_head(worker, 0, 1) for worker in workers]) == D
+    assert columns_of([worker_head(worker, 0, 1) for worker in workers]) == D
     assert columns_of([{"error": "it is quantized"}]) is None
 
 

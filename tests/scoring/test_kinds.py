@@ -15,8 +15,8 @@ from prime_composer.scoring.kinds import (
     SAMPLED,
     TOP_K,
     HeadFailed,
+    HiddenRows,
     KindRequest,
-    Rows,
     largest,
 )
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, read_payload
@@ -51,7 +51,7 @@ def test_kinds_equal_a_float64_log_softmax(weight):
     logprobs = exact(weight, tokens)
     given = torch.tensor([[1, 2], [299, 0], [4, 4], [9, 8], [3, 5]])
     hidden = hidden_of(enumerate(tokens))[:-1]
-    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T)
+    rows = HiddenRows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T)
     found = {
         **SAMPLED.arrays(rows, OWN, None),
         **TOP_K.arrays(rows, top(4), None),
@@ -75,7 +75,7 @@ def test_hidden_states_alone_never_ask_the_head():
     def head(hidden):
         raise AssertionError
 
-    rows = Rows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
+    rows = HiddenRows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
     found = HIDDEN.arrays(rows, KindRequest("hidden"), None)
     assert found["hidden"].dtype == torch.bfloat16
 

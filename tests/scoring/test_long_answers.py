@@ -17,8 +17,8 @@ from prime_composer.scoring.wire import (
     VERSION,
     Facts,
     Field,
-    Rows,
     ScoreResponse,
+    SequenceRows,
     response_parts,
 )
 from tests.stand_in import Reply, serving
@@ -57,7 +57,9 @@ def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsy
     ]
     facts = Facts("m", 1000, columns, 2**18, "bfloat16", ["sampled", "top_k", "hidden"], "0.32.0")
     data = np.concatenate([array.reshape(-1).view(np.uint8) for _, array in arrays.values()])
-    parts = response_parts(ScoreResponse(NAME, VERSION, facts, [Rows(n, fields, data.data)]))
+    parts = response_parts(
+        ScoreResponse(NAME, VERSION, facts, [SequenceRows(n, fields, data.data)])
+    )
     whole, greeting = Reply.of(*parts), ScoreResponse(NAME, VERSION, facts, [])
 
     def answer(path, body):

@@ -65,13 +65,13 @@ def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for _ in range(2):  # an engine in this process may have installed it before
-        patches.install()
+        patches.install_patches()
     assert sum(isinstance(finder, patches._AfterImport) for finder in sys.meta_path) == 1
     assert calls == [] and "late_runner" not in sys.modules
     import late_runner  # type: ignore[import-not-found]
 
     assert calls == [late_runner]
-    patches.install()
+    patches.install_patches()
     assert calls == [late_runner]
     monkeypatch.delitem(sys.modules, "late_runner")
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.http import Connection, Refused, ServerError
+from prime_composer.backends.http import Connection, RequestRefused, ServerError
 from prime_composer.recipe.backends import Served
 from prime_composer.scoring.requests import MOST_SEQUENCES
 from prime_composer.scoring.wire import (
@@ -248,7 +248,7 @@ def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts)
 @pytest.mark.parametrize("variable", ["NO_KEY", "ANOTHER_KEY"])
 def test_api_key_guards_the_routes(server, path, variable):
     connection = Connection(served(server, variable), "[teacher]")
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         connection.run(connection.request("POST", path, {"version": VERSION, "sequences": []}))
     assert refused.value.status == 401
     connection.close()
@@ -267,7 +267,7 @@ def test_wrong_questions_do_not_end_the_engine(server, scorer, rollouts):
     for sequence in wrong:
         kinds = ["given"] if sequence.given else ["sampled"]
         question = msgspec.to_builtins(ScoreRequest(VERSION, [good, sequence], kinds))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             connection.run(connection.request("POST", SCORE_PATH, question))
         assert refused.value.status == 400, refused.value.reason
     connection.close()

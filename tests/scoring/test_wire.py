@@ -11,10 +11,10 @@ from prime_composer.scoring.wire import (
     VERSION,
     Facts,
     Field,
-    Rows,
     ScoreRequest,
     ScoreResponse,
     SequenceRequest,
+    SequenceRows,
     WireError,
     decode_ids,
     decode_response,
@@ -30,7 +30,9 @@ FIELDS = [Field("sampled", "float32", 0), Field("top_ids", "int32", 2)]
 
 
 def rows(**changes):
-    return Rows(**{"n": 3, "fields": FIELDS, "data": OWN.tobytes() + IDS.tobytes()} | changes)
+    return SequenceRows(
+        **{"n": 3, "fields": FIELDS, "data": OWN.tobytes() + IDS.tobytes()} | changes
+    )
 
 
 def encoded(*sequences, **changes):

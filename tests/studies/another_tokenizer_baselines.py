@@ -22,15 +22,15 @@ from torch import Tensor
 
 from prime_composer.contract import IN_TAIL, LossInputs, LossOutputs, Scores, given
 from prime_composer.cross_tokenizer.finish import FULL, NEVER, Totals
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan
 from prime_composer.losses.config import TopKLossConfig
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.teachers.own_tokenizer import ByRows, dense
 
 
-def aligned_rows(plan: Plan) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
+def aligned_rows(plan: ReadingPlan) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
     """Return the places of the student's tokens that begin where one of the teacher's does, and the
     teacher's rows there."""
     both = [(at, p.row) for at, p in enumerate(plan.positions) if p is not None and p.aligned]
@@ -38,7 +38,7 @@ def aligned_rows(plan: Plan) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
     return places[:, 0], places[:, 1]
 
 
-def counted(plan: Plan, aligned: int) -> Totals:
+def counted(plan: ReadingPlan, aligned: int) -> Totals:
     """Return what ``finish.means`` makes means of."""
     counts = {"tokens": len(plan.positions), "teacher_tokens": len(plan.teacher_ids)}
     return {**counts, "scored": aligned, "aligned": aligned}
@@ -51,7 +51,7 @@ class ByRank(ByRows):
     column.
     """
 
-    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
+    def scores(self, plan: ReadingPlan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return the k largest probabilities of each aligned row; k = V_S is all that count."""
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         places, row = aligned_rows(plan)
@@ -75,7 +75,7 @@ class ByLongestPrefix(ByRows):
         """The student's id of each teacher token; -1 without one. Ends are the student's end."""
         return longest_prefixes(self.pair)
 
-    def scores(self, plan: Plan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
+    def scores(self, plan: ReadingPlan, read: Scores, k: int, size: int) -> tuple[Scores, Totals]:
         """Return supports of the k ids with most mass; others are not ``scored``."""
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         places, row = aligned_rows(plan)
@@ -97,7 +97,7 @@ class ByLongestPrefix(ByRows):
         return Scores(own, ids, logprobs, known=known, scored=scored), counted(plan, len(places))
 
 
-def longest_prefixes(pair: Pair) -> Int[Tensor, " vocab"]:
+def longest_prefixes(pair: TokenizerPair) -> Int[Tensor, " vocab"]:
     """Return ``ByLongestPrefix.prefix``."""
     id_of = {content: i for i, content in enumerate(pair.student.of_id) if content}
     found = []

@@ -47,7 +47,7 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     read_eos_token_ids,
 )
 from prime_composer.contract import Scores  # noqa: E402
-from prime_composer.cross_tokenizer.pair import Pair  # noqa: E402
+from prime_composer.cross_tokenizer.pair import TokenizerPair  # noqa: E402
 from prime_composer.cross_tokenizer.plan import plan_of  # noqa: E402
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
 from prime_composer.teachers.own_tokenizer import READ, ByRows  # noqa: E402
@@ -247,7 +247,9 @@ class Student:
         self.name = name
         tokens, end = student_of(name, texts)
         counted = texts[:COUNTED]
-        self.pair = Pair(teacher, tokens, ends, end, [text for pair in counted for text in pair])
+        self.pair = TokenizerPair(
+            teacher, tokens, ends, end, [text for pair in counted for text in pair]
+        )
         self.by_rows, self.grams = (
             ByRows(self.pair),
             NGrams(tokens, [answer for _, answer in counted]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prime_composer.contract import LossInputs, Scores, Support
-from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.pair import TokenizerPair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.toys import byte_level
@@ -28,9 +28,9 @@ def ids_of(tokenizer, *tokens: str) -> list[int]:
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> TokenizerPair:
     teacher, student = TokenBytes(TEACHER, "the teacher"), TokenBytes(STUDENT, "the student")
-    return Pair(teacher, student, [END_T], END_S, [])
+    return TokenizerPair(teacher, student, [END_T], END_S, [])
 
 
 def read_of(rows: torch.Tensor, teacher_ids: tuple[int, ...]) -> Scores:

@@ -11,7 +11,7 @@ import torch
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import NEVER
-from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.pair import TokenizerPair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.local.dry_run import check_sequences
 from prime_composer.local.tracker import read_metrics
@@ -336,7 +336,7 @@ def test_resume_under_another_pair_is_refused(
     """What is open, and so each number, may change with the data's texts or a tokenizer's file."""
     raw = own_recipe(tiny_recipe, trainer__steps=4)
     run(raw, tmp_path / "cut", Silent(interrupt_at=3))
-    monkeypatch.setattr(Pair, "_counted", lambda *_: dict.fromkeys(range(40, 90), 1.0))
+    monkeypatch.setattr(TokenizerPair, "_counted", lambda *_: dict.fromkeys(range(40, 90), 1.0))
     with pytest.raises(PreflightError, match=r"\[teacher\] tokenizer = .own.*other tokenizers"):
         run(raw, tmp_path / "cut", resume=True)
 

@@ -9,10 +9,10 @@ import torch
 
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, token_scores
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
-from prime_composer.cross_tokenizer.teacher_rows import Rows
+from prime_composer.cross_tokenizer.teacher_rows import TeacherRows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from prime_composer.teachers.own_tokenizer import ByRows
 from tests.cross_tokenizer.toys import byte_level, random_tokenizer
@@ -20,7 +20,7 @@ from tests.cross_tokenizer.toys import byte_level, random_tokenizer
 ALPHABET = "abc "
 
 
-def pair_of(seed: int, *, words: bool, counts: tuple[int, int] = (24, 10)) -> Pair:
+def pair_of(seed: int, *, words: bool, counts: tuple[int, int] = (24, 10)) -> TokenizerPair:
     """Return a pair of random tokenizers."""
     teacher, student = (
         random_tokenizer(10 * seed + at, ALPHABET, counts[at], words=words, signs=False)
@@ -29,16 +29,16 @@ def pair_of(seed: int, *, words: bool, counts: tuple[int, int] = (24, 10)) -> Pa
     ends = len(teacher.of_id) - 1, len(student.of_id) - 1
     rng = random.Random(seed)
     texts = ["".join(rng.choices(ALPHABET, k=40)) for _ in range(30)]
-    return Pair(teacher, student, [ends[0]], ends[1], texts)
+    return TokenizerPair(teacher, student, [ends[0]], ends[1], texts)
 
 
-def written(pair: Pair, seed: int) -> list[int]:
+def written(pair: TokenizerPair, seed: int) -> list[int]:
     """Return a student's tokens of a random text."""
     text = "".join(random.Random(seed).choices(ALPHABET, k=24)).strip()
     return [*pair.student.encode(text), pair.student_end]
 
 
-def logits_of(pair: Pair, plan: Plan, seed: int) -> torch.Tensor:
+def logits_of(pair: TokenizerPair, plan: ReadingPlan, seed: int) -> torch.Tensor:
     """Return random rows of the teacher as logits. Its head has three entries too many."""
     rng = torch.Generator().manual_seed(seed)
     n, size = len(plan.teacher_ids) + 1, len(pair.teacher.of_id)
@@ -47,7 +47,9 @@ def logits_of(pair: Pair, plan: Plan, seed: int) -> torch.Tensor:
     return logits
 
 
-def read_of(pair: Pair, plan: Plan, logits: torch.Tensor, count: int | None = None) -> Scores:
+def read_of(
+    pair: TokenizerPair, plan: ReadingPlan, logits: torch.Tensor, count: int | None = None
+) -> Scores:
     """Return what a scorer gives of rows: some ids of each, and its next token's log-prob."""
     log_q = logits.log_softmax(-1)
     next_ids = torch.tensor([*plan.teacher_ids, pair.teacher_ends[0]])
@@ -62,11 +64,13 @@ def support(scores: Scores, row: int) -> dict[int, float]:
     return dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
 
 
-def check_same(pair: Pair, plan: Plan, logits: torch.Tensor, found: tuple[Scores, Totals]) -> None:
+def check_same(
+    pair: TokenizerPair, plan: ReadingPlan, logits: torch.Tensor, found: tuple[Scores, Totals]
+) -> None:
     """Check scores against those of whole rows in float64."""
     rows = logits.double().softmax(-1)
     sums = Sums(pair).candidates(rows, plan, 64)
-    whole, totals = token_scores(pair, plan, sums, Rows(rows), 8)
+    whole, totals = token_scores(pair, plan, sums, TeacherRows(rows), 8)
     scores, its = found
     assert scores.scored is not None and whole.scored is not None
     assert torch.equal(scores.scored, whole.scored)
@@ -100,7 +104,7 @@ def test_improbable_texts_have_scores_by_their_mass() -> None:
     assert scored > 3 and unscored > 3
 
 
-def masses_across(pair: Pair, plan: Plan, rows: torch.Tensor) -> dict[int, float]:
+def masses_across(pair: TokenizerPair, plan: ReadingPlan, rows: torch.Tensor) -> dict[int, float]:
     """Return the teacher's mass across each place within its tokens, over its own path to there."""
     found = {}
     for at, position in enumerate(plan.positions):
@@ -135,7 +139,7 @@ def test_first_token_of_a_path_makes_a_student_token_unsure() -> None:
     merges: Any = ([("b", "c"), ("a", "bc")], [("a", "b")])
     teacher, student = (TokenBytes(byte_level(one, words=False), "a toy") for one in merges)
     ends = len(teacher.of_id) - 1, len(student.of_id) - 1
-    pair = Pair(teacher, student, [ends[0]], ends[1], [])
+    pair = TokenizerPair(teacher, student, [ends[0]], ends[1], [])
     plan = plan_of(pair, [*student.encode("cc"), ends[1]])
     for mass, is_known in ((0.3, False), (1e-4, True)):
         rows = torch.full((3, len(teacher.of_id)), 1e-9)

@@ -15,7 +15,7 @@ pytest.importorskip("msgspec")
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
 from prime_composer.teachers.client import TeacherClient  # noqa: E402
-from prime_composer.teachers.responses import read_json  # noqa: E402
+from prime_composer.teachers.responses import read_json_response  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
 from prime_composer.upstream.autoload import HOOKS  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, mixture  # noqa: E402
@@ -130,7 +130,7 @@ def score(client, k=2, requests=None):
 
 def sent():
     """Return what prime-rl gets for ``ROWS``."""
-    return wire.sent(read_json(answer(ROWS), whole_sequence(TOKENS), 2, "The teacher"))
+    return wire.sent(read_json_response(answer(ROWS), whole_sequence(TOKENS), 2, "The teacher"))
 
 
 def test_request_is_prime_rls_own_with_k_and_without_text():

@@ -14,8 +14,8 @@ from prime_composer.scoring.wire import (
     VERSION,
     Facts,
     Field,
-    Rows,
     ScoreResponse,
+    SequenceRows,
 )
 from prime_composer.upstream import wire
 from prime_composer.upstream.orchestrator.client import Requests
@@ -36,7 +36,7 @@ def packed(facts=FACTS, ids=IDS, own=OWN, version=VERSION, plugin=NAME, sequence
     k = ids.shape[1]
     fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", k)]
     fields.append(Field("top_logprobs", "float32", k))
-    rows = Rows(len(own), fields, own.tobytes() + ids.tobytes() + LOGPROBS[:, :k].tobytes())
+    rows = SequenceRows(len(own), fields, own.tobytes() + ids.tobytes() + LOGPROBS[:, :k].tobytes())
     return msgspec.msgpack.encode(ScoreResponse(plugin, version, facts, [rows] * sequences))
 
 
@@ -162,7 +162,9 @@ def numbers(own, fingerprint):
     fields.append(Field("top_logprobs", "float32", 1))
     values = np.full(size, own, "<f4").tobytes()
     data = values + np.zeros(size, "<i4").tobytes() + np.full(size, -0.1, "<f4").tobytes()
-    return msgspec.msgpack.encode(ScoreResponse(NAME, VERSION, facts, [Rows(size, fields, data)]))
+    return msgspec.msgpack.encode(
+        ScoreResponse(NAME, VERSION, facts, [SequenceRows(size, fields, data)])
+    )
 
 
 def test_teacher_of_another_start_is_asked_what_it_knows():

@@ -71,8 +71,8 @@ class Scorer(ServerScorer):
     origin = "The teacher at http://one:1"
     opened: list["Scorer"] = []
 
-    def __init__(self, url, model, **options):
-        self.options = options
+    def __init__(self, served, model, **options):
+        self.options, url = options, served.url
         generator = torch.Generator().manual_seed(len(url) + ord(url[-1]))
         self.table = torch.randn(V, DT, generator=generator)
         weight = torch.randn(V, DT, generator=generator)
@@ -473,8 +473,8 @@ def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
 class NarrowScorer(Scorer):
     """A teacher whose head lacks the last ids, and that scores as every scorer does."""
 
-    def __init__(self, url, model, **options):
-        super().__init__(url, model, **options)
+    def __init__(self, served, model, **options):
+        super().__init__(served, model, **options)
         self.head = dataclasses.replace(self.head, weight=self.head.weight[:NARROW])
         self.table = self.table[:NARROW]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import preserved_rng
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 from prime_composer.backends.hf_model import ModelUnavailable, import_transformers, linear_layers
 from prime_composer.backends.lora.views import ADAPTER, base_of, weights_of
 from prime_composer.backends.model_files import read_json
@@ -58,7 +58,7 @@ def import_peft() -> Any:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """The adapter of a student."""
 
     model: nn.Module
@@ -76,14 +76,14 @@ class Adapter:
         seed: int,
         merge: bool = False,
         checkpoint: Path | None = None,
-    ) -> "Adapter":
+    ) -> "LoraAdapter":
         """Freeze a model, and put an adapter on it in place.
 
         B begins at 0, so that the model computes what it did, bit for bit. A is random by the seed.
         """
         peft = import_peft()
         names = layers_to_adapt(model, config.targets)
-        digest = digest_of(model)
+        digest = adapter_digest(model)
         with preserved_rng():
             torch.manual_seed(seed)
             settings = peft.LoraConfig(
@@ -121,7 +121,7 @@ class Adapter:
         text = json.dumps(self._described(), indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")
         weights = {name: value.cpu().contiguous() for name, value in self.weights.items()}
-        with naming(folder / WEIGHTS):
+        with naming_file(folder / WEIGHTS):
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt", DIGEST: self.digest})
 
     def _described(self) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def layers_to_adapt(
     return chosen
 
 
-def digest_of(model: nn.Module) -> str:
+def adapter_digest(model: nn.Module) -> str:
     """Return the SHA-256 of a model's parameters, with their names and shapes."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

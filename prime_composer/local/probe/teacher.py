@@ -44,10 +44,10 @@ from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.compatibility import (
     PROBES,
     PreflightError,
-    TokenServer,
+    TokenizingServer,
     check_served_tokenizer,
     check_tokenizers,
-    special_tokens,
+    special_token_texts,
     tokenizer_hash,
 )
 from prime_composer.teachers.own_prompt import OwnPromptScorer, TeacherPrompts
@@ -180,8 +180,8 @@ def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, b
 
 def ask_tokenizer(scorer: Scorer | None, student: Any) -> TokenizerFacts:
     """Ask a server for the ids of the student's special tokens, those that are one token there."""
-    assert isinstance(scorer, TokenServer)
-    answers = {token: scorer.tokenize(token) for token in special_tokens(student)}
+    assert isinstance(scorer, TokenizingServer)
+    answers = {token: scorer.tokenize(token) for token in special_token_texts(student)}
     ids = {token: ids[0] for token, ids in answers.items() if ids is not None and len(ids) == 1}
     return TokenizerFacts(False, hash_of([scorer.tokenize(text) for text in PROBES]), ids)
 
@@ -190,7 +190,7 @@ def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
     """Return hashes, EOS and special tokens of a tokenizer on this machine."""
     template = getattr(tokenizer, "chat_template", None)
     # The end comes first: a table shows some of many.
-    special = sorted(special_tokens(tokenizer), key=lambda token: token != tokenizer.eos_token)
+    special = sorted(special_token_texts(tokenizer), key=lambda token: token != tokenizer.eos_token)
     vocabulary = tokenizer.get_vocab()
     split = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
     return TokenizerFacts(

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.plan import ReadingPlan, plan_of
 from prime_composer.cross_tokenizer.sums import Candidates, Sums
 from prime_composer.local.probe.report import NotMeasured, TokenizerPairFacts
 from prime_composer.step.batch import Sample
@@ -27,7 +27,7 @@ class Reading:
     """A rollout, what the teacher says of it, and the scores made of that."""
 
     sample: Sample  # the rollout with its problem
-    plan: Plan  # how it is read
+    plan: ReadingPlan  # how it is read
     rows: Float[Tensor, "rows vocab"]  # the teacher's, as far as they were read, [rows, V_T]
     candidates: Candidates  # masses of all student tokens at the positions with a score
     scores: Scores  # of the student's tokens, at K

@@ -27,7 +27,7 @@ KNOWN, HEAD, TEXT = "known request", "output head", "sampled answer"  # The kind
 HEAD_KEY, KNOWN_KEY = "head", "known"  # Of what a tape has once
 
 
-def digest(*parts: bytes) -> str:
+def answer_key(*parts: bytes) -> str:
     """Return a digest of byte strings, each with its length."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -42,7 +42,7 @@ def ids_as_bytes(ids: Tensor | Sequence[int]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Question:
+class TeacherQuestion:
     """What a teacher is asked about one rollout."""
 
     key: str
@@ -63,13 +63,13 @@ class Question:
         return self.kind == CHOSEN
 
 
-def question(
+def teacher_question(
     rollout: Rollout,
     k: int,
     prompt: Sequence[int] | None = None,
     candidates: Int[Tensor, "_ _k"] | None = None,
     hidden: bool = False,
-) -> Question:
+) -> TeacherQuestion:
     """Return what a teacher is asked about a rollout. Arguments are those of ``Scorer.score``."""
     own = rollout.token_ids[rollout.start :]
     read = rollout.token_ids[: rollout.start] if prompt is None else prompt
@@ -77,13 +77,13 @@ def question(
     if candidates is not None:
         kind = CHOSEN
         parts.append(ids_as_bytes(candidates))
-    key = digest(kind.encode(), *parts)
-    return Question(key, kind, k, hidden, len(read), len(own))
+    key = answer_key(kind.encode(), *parts)
+    return TeacherQuestion(key, kind, k, hidden, len(read), len(own))
 
 
 def text_key(prompt: Sequence[int], params: SamplingParams, *of_call: bytes) -> str:
     """Return the key of what is sampled to a prompt; ``of_call``: what else it depends on."""
-    return digest(TEXT.encode(), ids_as_bytes(prompt), repr(params).encode(), *of_call)
+    return answer_key(TEXT.encode(), ids_as_bytes(prompt), repr(params).encode(), *of_call)
 
 
 def scores_as_bytes(scores: Scores) -> bytes:

@@ -17,16 +17,16 @@ from prime_composer.contract import Scores, TeacherHead
 from prime_composer.teachers.tape.answers import (
     HEAD_KEY,
     KNOWN_KEY,
-    Question,
-    digest,
+    TeacherQuestion,
+    answer_key,
     head_of_bytes,
     head_record,
     ids_as_bytes,
     known_of_bytes,
     known_record,
-    question,
     scores_as_bytes,
     scores_of_bytes,
+    teacher_question,
     text_key,
     text_record,
     texts_of_bytes,
@@ -37,7 +37,7 @@ from prime_composer.teachers.watch import (
     KNOWN_TOKENS,
     known_rollout,
     largest_difference,
-    starts_of,
+    server_starts,
 )
 
 S = TypeVar("S")  # What scores: a ``Scorer``, or the parts of one that are asked for
@@ -103,7 +103,7 @@ class TapedScorer:
     @property
     def starts(self) -> int | None:
         """Starts that the teacher's server has named."""
-        return starts_of(self.live)
+        return server_starts(self.live)
 
     @property
     def sampler(self) -> "TapedSampler | None":
@@ -135,7 +135,7 @@ class TapedScorer:
                 "of its vocabulary: set k to a number"
             )
         questions = [
-            question(
+            teacher_question(
                 rollout,
                 k,
                 None if prompts is None else prompts[index],
@@ -166,7 +166,7 @@ class TapedScorer:
             for one in questions
         ]
 
-    def _get(self, one: Question) -> bytes | None:
+    def _get(self, one: TeacherQuestion) -> bytes | None:
         content = self._store.get(one.key, one.k, one.hidden, one.is_exact)
         # Without the head no loss reads hidden states, as where the disk was full for it.
         return None if one.hidden and self._head is None else content
@@ -175,7 +175,7 @@ class TapedScorer:
         self,
         rollouts: Sequence[Rollout],
         chosen: Sequence[int],
-        questions: Sequence[Question],
+        questions: Sequence[TeacherQuestion],
         support_size: int | Literal["full"],
         arguments: Mapping[str, Any],
     ) -> dict[str, bytes]:
@@ -291,7 +291,7 @@ class TapedSampler:
         """Sample as ``protocols.Sampler`` says. The teacher is asked for what is not there."""
         of_call: list[tuple[bytes, ...]] = [(self._ends,)] * len(prompts)
         if draws := params.temperature > 0:
-            call = self._ends + digest(*map(ids_as_bytes, prompts)).encode()
+            call = self._ends + answer_key(*map(ids_as_bytes, prompts)).encode()
             of_call = [(f"{seed} {place}".encode(), call) for place in range(len(prompts))]
         keys = [
             text_key(prompt, params, *more) for prompt, more in zip(prompts, of_call, strict=True)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prime_composer.backends.errors import naming
+from prime_composer.backends.errors import naming_file
 from prime_composer.backends.scratch import lock
 
 FORMAT = 2  # Raise it when files or the answers of a key are others.
@@ -286,7 +286,7 @@ def _write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that is whole or absent."""
     unfinished = path.with_suffix(".tmp")
     try:
-        with naming(unfinished), unfinished.open("wb") as file:
+        with naming_file(unfinished), unfinished.open("wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())

@@ -11,10 +11,15 @@ import msgspec
 import torch
 
 from prime_composer.backends.alignment import SequenceToScore, tensor_of
-from prime_composer.backends.errors import Refused
+from prime_composer.backends.errors import RequestRefused
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
-from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
+from prime_composer.scoring.shared_vocabulary import (
+    LOG_FLOOR,
+    lacking,
+    out_of_vocabulary,
+    within_head,
+)
 from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.client import Known, TeacherClient
 from prime_composer.teachers.compatibility import PreflightError, check_served_tokenizer
@@ -45,7 +50,7 @@ def whole_sequence(
     and ids beyond its own head.
     """
     lacks = lacking(tensor_of(token_ids[start:]), vocab_size)
-    read = readable(token_ids, vocab_size)
+    read = within_head(token_ids, vocab_size)
     return SequenceToScore(read, start, lacks, trained=False, vocab_size=vocab_size)
 
 
@@ -81,7 +86,7 @@ class OpenAITransport:
                 status = getattr(error, "status_code", None)
                 if status is None:
                     raise
-                raise Refused(status, str(error)) from error
+                raise RequestRefused(status, str(error)) from error
             try:
                 content = await self._read_at_most(max_bytes, response)
                 # The openai client counts in a header.
@@ -131,7 +136,7 @@ class OpenAITransport:
         }
         return "/inference/v1/generate", body
 
-    def refused(self, refusal: Refused, path: str, k: int = 0) -> Exception:
+    def refused(self, refusal: RequestRefused, path: str, k: int = 0) -> Exception:
         """Return the error for a refusal: the openai client's own where no remedy is known."""
         answer = public_url(refusal.reason)
         if refusal.status == 400 and "out of vocabulary" in answer:
@@ -185,7 +190,7 @@ class OpenAITokenizer:
         try:
             content = asyncio.run_coroutine_threadsafe(request, self._loop).result()
             return msgspec.json.decode(content, type=TokenizerAnswer)
-        except (Refused, ValueError, msgspec.MsgspecError, RecursionError):
+        except (RequestRefused, ValueError, msgspec.MsgspecError, RecursionError):
             return TokenizerAnswer()
 
 

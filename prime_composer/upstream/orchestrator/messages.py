@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
-from prime_composer.backends.protocols import Rollout, Turn
+from prime_composer.backends.protocols import Rollout, StudentTurn
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means
-from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.pair import TokenizerPair
+from prime_composer.cross_tokenizer.plan import ReadingPlan, plan_of
 from prime_composer.losses import parse_loss
 from prime_composer.problems.prompts import ends_of_chat
 from prime_composer.recipe.teacher import TeacherPromptConfig
@@ -38,9 +38,9 @@ from prime_composer.teachers.own_prompt import (
     ConversationPrompts,
     as_template_reads,
     conversation,
-    joined,
     own_messages,
     pieces_of,
+    scores_of_rollout,
     with_template,
 )
 from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
@@ -134,7 +134,7 @@ async def scored_by_prompt(
             for piece in pieces
         )
     )
-    return joined(rollout, [*zip(pieces, answers, strict=True)], start=1)
+    return scores_of_rollout(rollout, [*zip(pieces, answers, strict=True)], start=1)
 
 
 def rollout_of(trace: Any, branch: Any) -> Rollout:
@@ -148,7 +148,7 @@ def rollout_of(trace: Any, branch: Any) -> Rollout:
                 f"{SWITCH}: {PROMPTS_KEY}: a message has more than text, which a teacher with "
                 "prompts of its own does not read: leave the environment, or the key, out."
             )
-        turns.append(Turn(places[0], asked))
+        turns.append(StudentTurn(places[0], asked))
     mask = torch.tensor([is_sampled for node in branch.nodes for is_sampled in node.mask])
     none = torch.full(mask.shape, torch.nan)
     ids = torch.tensor([*branch.token_ids])
@@ -160,7 +160,7 @@ class ByteTurn:
     """One turn of the student, as a teacher with a tokenizer of its own reads it."""
 
     prompt: list[int]  # what the teacher reads before it, in its own tokens
-    plan: Plan  # how the turn is read with the teacher's rows
+    plan: ReadingPlan  # how the turn is read with the teacher's rows
 
 
 class OwnTokenizer:
@@ -170,7 +170,12 @@ class OwnTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, pair: Pair, k: int, fixed: bool, asks: TeacherPromptConfig = PLAIN
+        self,
+        tokenizer: Any,
+        pair: TokenizerPair,
+        k: int,
+        fixed: bool,
+        asks: TeacherPromptConfig = PLAIN,
     ):
         self.tokenizer, self.k, self._asks = tokenizer, k, asks
         self._pair, self._by_rows = pair, ByRows(pair, fixed=fixed)
