@@ -110,8 +110,8 @@ def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monk
     facts = found.facts
     assert (facts.scale, facts.softcap, facts.computed_in) == (0.5, 30.0, str(dtype)[6:])
     assert [path.name for path in tmp_path.iterdir()] == [f"{facts.sha256}.safetensors"]
-    head_route = found.of_teacher("The server")
-    assert (head_route.weight.dtype, head_route.scale, head_route.softcap) == (dtype, 0.5, 30.0)
+    head = found.of_teacher("The server")
+    assert (head.weight.dtype, head.scale, head.softcap) == (dtype, 0.5, 30.0)
 
 
 def test_head_is_read_without_a_product(monkeypatch):
