@@ -175,7 +175,7 @@ def test_requests_are_limited_and_parsed_one_by_one(monkeypatch):
         flying.remove(token_ids[0])
         return token_ids[0]
 
-    monkeypatch.setattr("prime_composer.teachers.client.read_json", slow_parse)
+    monkeypatch.setattr("prime_composer.teachers.client.read_json_response", slow_parse)
     requests, count = Requests(), 3 * IN_FLIGHT
 
     async def batch():
