@@ -1,7 +1,6 @@
 """Run ``prime-rl probe``: measure a recipe's models, and print tables or JSON."""
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -60,7 +59,9 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         if finding.state == "failed":
             print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
     if as_json:
-        print(json.dumps(finite(serialized(report)), indent=2, allow_nan=False))
+        # JSON has neither NaN nor infinities: what reads them gives None.
+        found = json.loads(json.dumps(serialized(report)), parse_constant=lambda _: None)
+        print(json.dumps(found, indent=2, allow_nan=False))
     return 0 if report.passed else 1
 
 
@@ -103,15 +104,6 @@ def serialized(report: ProbeReport) -> dict[str, Any]:
 def checks_of(report: ProbeReport) -> list[CheckResult]:
     """Return the findings that are the result of a check."""
     return [one for one in report.findings if one.state in PASSED]
-
-
-def finite(value: Any) -> Any:
-    """Return a value with None in place of NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_probe(report: ProbeReport) -> None:

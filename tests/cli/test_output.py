@@ -48,21 +48,18 @@ def printed_in(encoding: str, monkeypatch: pytest.MonkeyPatch, text: str) -> byt
 
 
 @pytest.mark.parametrize(
-    ("encoding", "shown"),
+    ("encoding", "text", "shown"),
     [
-        ("ascii", b"1 -> 2 - \\xe9 \\u96ea\n"),
-        ("latin-1", b"1 -> 2 - \xe9 \\u96ea\n"),
-        ("utf-8", "1 → 2 – é 雪\n".encode()),
+        ("ascii", "1 → 2 – é 雪", b"1 -> 2 - \\xe9 \\u96ea\n"),
+        ("latin-1", "1 → 2 – é 雪", b"1 -> 2 - \xe9 \\u96ea\n"),
+        ("utf-8", "1 → 2 – é 雪", "1 → 2 – é 雪\n".encode()),
+        ("utf-8", os.fsdecode(b"m\xff"), b"m\\udcff\n"),
     ],
 )
 def test_letters_that_the_output_lacks_are_replaced(
-    encoding: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
+    encoding: str, text: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert printed_in(encoding, monkeypatch, "1 → 2 – é 雪") == shown
-
-
-def test_path_that_is_no_utf8_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert printed_in("utf-8", monkeypatch, os.fsdecode(b"m\xff")) == b"m\\udcff\n"
+    assert printed_in(encoding, monkeypatch, text) == shown
 
 
 class Gone(io.StringIO):

@@ -124,16 +124,14 @@ def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
     assert f"prime-rl study {path.relative_to(ROOT)}" in path.read_text().split("\nbase = ")[0]
 
 
-def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:
+def test_overrides_come_before_a_variants_own_and_set_after(study_file: WriteStudy) -> None:
     _, runs = load_study(study_file(overrides=["trainer.lr=5e-4", "loss.k=6"]))
     names = ["sampled-seed0", "tail-seed0", "sampled-seed1", "tail-seed1"]
     assert [run.name for run in runs] == names
     last = runs[3].recipe
     assert (last.loss.k, last.trainer.lr, last.trainer.seed) == (4, 5e-4, 1)
     assert runs[0].recipe.loss.type == "sampled_reverse_kl"
-
-
-def test_set_changes_every_variant_after_its_own_items(study_file: WriteStudy) -> None:
+    # --set changes every variant after its own items.
     _, runs = load_study(study_file(), changes=["loss.k=7", "trainer.lr=5e-4"])
     assert {run.recipe.trainer.lr for run in runs} == {5e-4}
     assert [run.recipe.loss.k for run in runs if run.variant == "tail"] == [7, 7]

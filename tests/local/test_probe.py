@@ -173,10 +173,7 @@ def test_rounded_logits_show_in_log_probs(dtype, found):
     top = logits.log_softmax(-1).topk(8).values
     assert is_bfloat16_like(top) is found
     assert not is_bfloat16_like(top[:5]), "15 differences prove nothing"
-
-
-def test_a_uniform_float32_head_is_not_called_bfloat16():
-    assert not is_bfloat16_like(torch.full((60, 8), 1 / 8).log())
+    assert not is_bfloat16_like(torch.full((60, 8), 1 / 8).log()), "a uniform head"
 
 
 # A whole probe --------------------------------------------------------------------------------

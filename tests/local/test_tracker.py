@@ -33,9 +33,7 @@ def test_tracker_resumed_drops_newer_records(tmp_path: Path) -> None:
     ]
 
 
-def test_read_metrics_leaves_out_a_cut_last_line(
-    tmp_path: Path,
-) -> None:
+def test_read_metrics_leaves_out_a_cut_last_line(tmp_path: Path) -> None:
     write(tmp_path, 2)
     path = tmp_path / METRICS_FILE
     path.write_text(path.read_text() + '{"step": 2, "lo')

@@ -286,7 +286,6 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="the same, to train students on")
     parser.add_argument("--students", nargs="+", default=["1536", "8000", "tekken"])
     parser.add_argument("--answers", type=int, default=12)
-    parser.add_argument("--first", type=int, default=0, help="answers to leave out at the begin")
     parser.add_argument("--per-answer", type=int, default=6)
     parser.add_argument("--threshold", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=1)
@@ -300,9 +299,7 @@ def main() -> None:
     teacher = TokenBytes(tokenizer.backend_tokenizer, "the teacher", model.config.vocab_size, ends)
     texts = problems_of(args.texts)
     students = [Student(name, teacher, ends, texts, args.seed) for name in args.students]
-    for count, (question, answer) in enumerate(
-        problems_of(args.data)[args.first :][: args.answers]
-    ):
+    for count, (question, answer) in enumerate(problems_of(args.data)[: args.answers]):
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)

@@ -1,7 +1,6 @@
 """Measure what a special token that the teacher never writes costs, and what the mask restores.
 
-    python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--teachers true other]
-        [--set KEY=VALUE ...]
+    python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--set KEY=VALUE ...]
 
 "mask" says what leaves the loss: nothing, the first end of text of an answer, or its repeated end.
 With "stops" nothing leaves it, and both ends are one outcome.
@@ -193,7 +192,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--teachers", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     print(
@@ -201,7 +199,7 @@ def main() -> None:
         f"{'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
     )
     for name, loss in LOSSES.items():
-        for teacher, mask in ((one, mask) for one in args.teachers for mask in ROWS[one]):
+        for teacher, mask in ((one, mask) for one, masks in ROWS.items() for mask in masks):
             knobs = loss.replace("MASK", MASKS[mask])
             runs = [run(knobs, teacher, s, args.steps, args.overrides) for s in args.seeds]
             print(f"{name:12} {teacher:8} {mask:5} {row(runs)}", flush=True)

@@ -192,11 +192,10 @@ def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
     # The end comes first: a table shows some of many.
     special = sorted(special_token_texts(tokenizer), key=lambda token: token != tokenizer.eos_token)
     vocabulary = tokenizer.get_vocab()
-    split = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
     return TokenizerFacts(
         from_files=True,
         vocabulary_hash=tokenizer_hash(tokenizer),
-        split_hash=hash_of(split),
+        split_hash=hash_of([tokenizer.encode(t, add_special_tokens=False) for t in PROBES]),
         template_hash=None if template is None else hash_of(template),
         eos=tokenizer.eos_token,
         special_ids={token: vocabulary[token] for token in special if token in vocabulary},
@@ -211,17 +210,17 @@ def hash_of(value: object) -> str:
 def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) -> bool:
     """Return whether the teacher is sent what its own chat template writes, or without one what
     its tokenizer does."""
-    samples = target.samples
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
-    if not samples:
+    if not target.samples:
         raise NotMeasured(NO_ROLLOUT)
     if isinstance(target.scorer, OwnPromptScorer):
         raise NotMeasured("it reads prompts of its own")
     has_template = getattr(tokenizer, "chat_template", None) is not None
     chats = TeacherPromptConfig(chat_template=True if has_template else None)
     own = TeacherPrompts(tokenized.problem_set, tokenizer, tokenized.prompt, target.table, chats)
-    return all(own.of(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
+    problems = [sample.problem for sample in target.samples]
+    return all(own.of(problem) == tokenized.prompt(problem) for problem in problems)
 
 
 def logprob_mode(sampler: Sampler, prompt: Sequence[int]) -> str:
@@ -433,8 +432,7 @@ def checkpoint_agreement(target: Target) -> Agreement:
     weights = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
         raise NotMeasured(f"the checkpoint takes {weights / 2**30:.0f} GiB in float32")
-    scores = target.score(samples, 0)
-    logprobs = [own.ref_logprobs for own in scores]
+    logprobs = [own.ref_logprobs for own in target.score(samples, 0)]
     return forward_agreement(load_model(folder, "float32", "cpu"), samples, logprobs)
 
 
