@@ -445,11 +445,6 @@ def test_settings_refuse_what_has_no_messages_or_scores(loss, more, needle):
         settings.derived(parse_loss(loss))
 
 
-def test_switch_without_tokenizers_is_as_older_versions_read_it():
-    keys = json.loads(AdapterSettings(loss=LOSS, k=K).to_env()["PRIME_COMPOSER"])
-    assert not {"teacher_tokenizers", "student_tokenizer"} & keys.keys()
-
-
 def test_scores_keep_the_mark_of_the_adapter(served, student):
     """An orchestrator without the adapter would ask for the student's ids; the trainer sees it."""
     trace = conversation(student, "ab")
