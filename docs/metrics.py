@@ -18,7 +18,7 @@ from pathlib import Path
 from prime_composer.contract import Count
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL
-from prime_composer.losses.table import between_markers, generate, page_parser
+from prime_composer.losses.table import generate, page_parser
 from tests.builders import packed_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,15 +257,10 @@ def page() -> str:
     return "\n".join(sections) + "\n"
 
 
-def renewed(text: str) -> str:
-    """Return a page with the tables between its markers."""
-    return between_markers(text, BEGIN, END, page())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the page. Return the exit status."""
     options = page_parser("The page of every metric.").parse_args(arguments)
-    return generate("docs.metrics", renewed, page(), options)
+    return generate("docs.metrics", (BEGIN, END), page(), options)
 
 
 if __name__ == "__main__":

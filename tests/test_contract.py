@@ -27,9 +27,10 @@ from prime_composer.losses import (
     AnyLoss,
     LossConfig,
     loss_type,
-    require,
+    require_inputs,
     setup_loss_fn,
 )
+from prime_composer.losses.table import summary_of
 from tests.builders import (
     VOCAB,
     cast,
@@ -45,6 +46,17 @@ SAME_PATH = {"normalization", "k", "allow_biased"}
 """Knobs that select another formula of the same divergence, and no other path through the code."""
 
 
+ROUNDINGS = {torch.float32: 32, torch.bfloat16: 8, torch.float16: 8}
+"""Error of a number, in roundings of the largest one to the dtype of the inputs.
+
+14 and 3.6 are the most that the losses of the package have. Half precision is computed in float32,
+but where a loss has prime-rl's own arithmetic.
+"""
+
+COUNTED = (0, 1, 12)
+"""Tokens of the mask."""
+
+
 def config_id(config: LossConfig) -> str:
     knobs = {k: getattr(config, k) for k in sorted(config.model_fields_set - {"type"})}
     values = [k if isinstance(v, (dict, BaseModel)) else f"{k}={v}" for k, v in knobs.items()]
@@ -55,14 +67,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make the cases from the examples of every loss, or of those named by ``--loss``.
 
     ``config`` is every example, ``differentiable`` those whose gradient is the value's derivative,
-    and ``representative`` leaves out those that differ in the normalization only.
+    and ``representative`` leaves out those that differ in the normalization only. ``precision`` has
+    the first example of a loss with every dtype and every mask, and the others with each of both
+    once.
     """
     classes = [loss_type(name) for name in metafunc.config.getoption("--loss") or LOSS_TYPES]
-    configs, representatives = [], []
+    configs, representatives, precisions = [], [], []
     for cls in classes:
         first = cls.examples[0]
         for knobs in [*cls.examples, *with_stops(cls)]:
             config = cls(**knobs)
+            precisions += [
+                (config, dtype, counted)
+                for i, dtype in enumerate(ROUNDINGS)
+                for j, counted in enumerate(COUNTED)
+                if knobs is first or (i + j + len(configs)) % 3 == 0
+            ]
             configs.append(config)
             changed = {k for k in knobs.keys() | first.keys() if knobs.get(k) != first.get(k)}
             if knobs is first or not changed <= SAME_PATH:
@@ -79,6 +99,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     }
     for name in cases.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(name, cases[name], ids=config_id)
+    if "precision" in metafunc.fixturenames:
+        ids = [f"{config_id(config)}-{dtype}-{counted}" for config, dtype, counted in precisions]
+        metafunc.parametrize("precision", precisions, ids=ids)
 
 
 def with_stops(cls: type[LossConfig]) -> Iterator[dict[str, Any]]:
@@ -195,16 +218,10 @@ def test_a_missing_need_raises_and_names_the_section(representative):
         with pytest.raises(ValueError, match=message):
             setup_loss_fn(representative, "recipe.loss")(lacking)
         with pytest.raises(ValueError, match=message):
-            require(representative, representative.needs - {need}, "call", "recipe.loss")
-    require(representative, representative.needs, "call")
-
-
-ROUNDINGS = {torch.float32: 32, torch.bfloat16: 8, torch.float16: 8}
-"""Error of a number, in roundings of the largest one to the dtype of the inputs.
-
-14 and 3.6 are the most that the losses of the package have. Half precision is computed in float32,
-but where a loss has prime-rl's own arithmetic.
-"""
+            require_inputs(
+                representative, representative.needs - {need}, "call", section="recipe.loss"
+            )
+    require_inputs(representative, representative.needs, "call")
 
 
 @pytest.fixture
@@ -218,14 +235,13 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
-@pytest.mark.parametrize("counted", [0, 1, 12])
-@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
-def test_precision_and_mask_change_no_number(config, dtype, counted):
+def test_precision_and_mask_change_no_number(precision):
     """All numbers are those of float64 for the counted rows alone, whatever other rows contain.
 
     Without a counted row they are exactly 0. The heads are identities, so that the gradient of the
     head follows from that of the hidden states.
     """
+    config, dtype, counted = precision
     if isinstance(getattr(config, "k", None), int):
         # A tail without any mass is below the limit of float32.
         config = config.model_copy(update={"k": min(config.k, VOCAB // 2)})
@@ -392,15 +408,14 @@ def test_every_loss_with_k_has_examples_of_both_kinds():
             assert {"support", "hidden_states"} <= needs, config.model_fields["type"].default
 
 
-def test_every_loss_names_itself_and_its_function():
-    """Names follow one pattern, and every knob has a description."""
+def test_every_loss_is_documented_with_every_knob():
+    """By its file, or within a family by its class; it is in one file with its config."""
     for config, fn in LOSS_FNS.items():
         name = config.model_fields["type"].default
         if ":" in name:  # a loss from outside, imported by another test
             continue
-        assert fn.__name__ == f"{name}_loss_fn"
-        module = f"prime_composer.losses.{fn.__module__.rsplit('.', 1)[1]}"
-        assert fn.__module__ == config.__module__ == module
+        assert fn.__module__ == config.__module__ and fn.__name__.endswith("_loss_fn")
+        assert summary_of(config).endswith(".") and "Knobs of" not in summary_of(config), name
         fields = {key: field for key, field in config.model_fields.items() if key != "type"}
         assert all(field.description for field in fields.values()), name
 

@@ -29,7 +29,7 @@ from prime_composer.local.requirements import (
 from prime_composer.local.sources import ProblemsAndTasks
 from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
 from prime_composer.losses import setup_loss_fn
-from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import TITLES, signature
 from prime_composer.recipe.backends import backend_of
@@ -206,7 +206,7 @@ def check_sequences(
     readers = routing.opened if recipe.asks_teacher else {}
     tokenized, lines = with_ends(tokenized, recipe.rollout.stop, folder, readers, folders)
     context = context_of(recipe.rollout, tokenized, local_models(recipe), folders)
-    setup_loss_fn(resolve(recipe.loss, tokenizer))
+    setup_loss_fn(with_token_ids(recipe.loss, tokenizer))
     if recipe.replay.path is not None:
         read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)
     student, policy = read_config(folder).get_text_config(), None

@@ -12,7 +12,7 @@ from prime_composer.backends.cpu_guard import return_freed_memory
 from prime_composer.local.engine import Engine
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.bound import Objective
-from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.recipe.schema import Recipe, TrainerConfig
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
@@ -111,7 +111,7 @@ class Student:
         return cls(
             engine.model,
             recipe.trainer,
-            setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer)),
+            setup_loss_fn(with_token_ids(recipe.loss, engine.problems.tokenizer)),
             engine.reference,
             SamplerCheck.of_recipe(recipe),
             engine.latent,

@@ -1,14 +1,14 @@
-"""Losses, one file each: a config, then its function. See README.md in this folder.
+"""Losses: a config, then its function, and a family in one file. See README.md in this folder.
 
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
 ``[loss.position_weights]``, ``[loss.rl_mix]``. Those that compare with a teacher take
 ``[loss.clamp]`` too, and those with a top K or the whole vocabulary ``[loss.stops]``.
 
-A new loss is one new file that registers itself, and one import below. A loss outside the package
-needs neither: name it as ``type = "my_package.my_module:my_loss"``.
+A new loss registers itself, and has its file imported below. A loss outside the package needs
+neither: name it as ``type = "my_package.my_module:my_loss"``.
 """
 
-from prime_composer.losses.bound import BoundLoss, Objective, WeightedSum, setup_loss_fn
+from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.losses.config import (
     AnyLoss,
     LossConfig,
@@ -18,31 +18,34 @@ from prime_composer.losses.config import (
     loss_type,
     parse_loss,
 )
-from prime_composer.losses.needs import Unmet, require, unmet
+from prime_composer.losses.needs import require_inputs
 from prime_composer.losses.registry import LOSS_FNS, LOSS_TYPES, register
 
-# Each import registers a loss, and this is the order of the table.
+# Each import registers losses, and this is the order of the table.
 # isort: off
-from prime_composer.losses.sampled_reverse_kl import SampledReverseKLLossConfig
-from prime_composer.losses.topk_reverse_kl import TopKReverseKLLossConfig
-from prime_composer.losses.topk_forward_kl import TopKForwardKLLossConfig
-from prime_composer.losses.generalized_jsd import GeneralizedJSDLossConfig
+from prime_composer.losses.divergence_losses import (
+    AdaptiveKLLossConfig,
+    AlphaBetaLossConfig,
+    AMiDLossConfig,
+    GeneralizedJSDLossConfig,
+    SkewedKLLossConfig,
+    ToDiLossConfig,
+    TopKForwardKLLossConfig,
+    TopKReverseKLLossConfig,
+    TotalVariationLossConfig,
+)
 from prime_composer.losses.head_tail_reverse_kl import HeadTailReverseKLLossConfig
 from prime_composer.losses.taid import TAIDLossConfig
 from prime_composer.losses.entropy_aware_opd import EntropyAwareOPDLossConfig
 from prime_composer.losses.self_distillation import SelfDistillationLossConfig
-from prime_composer.losses.alpha_beta import AlphaBetaLossConfig
-from prime_composer.losses.skewed_kl import SkewedKLLossConfig
-from prime_composer.losses.total_variation import TotalVariationLossConfig
-from prime_composer.losses.todi import ToDiLossConfig
-from prime_composer.losses.amid import AMiDLossConfig
-from prime_composer.losses.adaptive_kl import AdaptiveKLLossConfig
+from prime_composer.losses.policy_gradients import (
+    DefaultLossConfig,
+    IcePopLossConfig,
+    IPOLossConfig,
+    SampledReverseKLLossConfig,
+)
 from prime_composer.losses.sft import SFTLossConfig
-from prime_composer.losses.default import DefaultLossConfig
-from prime_composer.losses.ipo import IPOLossConfig
-from prime_composer.losses.icepop import IcePopLossConfig
-from prime_composer.losses.dpo import DPOLossConfig
-from prime_composer.losses.simpo import SimPOLossConfig
+from prime_composer.losses.preferences import DPOLossConfig, SimPOLossConfig
 from prime_composer.losses.compose import ComposeLossConfig
 # isort: on
 
@@ -53,7 +56,6 @@ __all__ = [
     "AdaptiveKLLossConfig",
     "AlphaBetaLossConfig",
     "AnyLoss",
-    "BoundLoss",
     "ComposeLossConfig",
     "DPOLossConfig",
     "DefaultLossConfig",
@@ -77,12 +79,9 @@ __all__ = [
     "TopKForwardKLLossConfig",
     "TotalVariationLossConfig",
     "TopKReverseKLLossConfig",
-    "Unmet",
-    "WeightedSum",
     "loss_type",
     "parse_loss",
     "register",
-    "require",
+    "require_inputs",
     "setup_loss_fn",
-    "unmet",
 ]

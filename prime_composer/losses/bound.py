@@ -1,63 +1,53 @@
-"""Bound losses: what a trainer calls with ``LossInputs``, one loss function or a weighted sum."""
+"""Objectives: what a trainer calls with ``LossInputs``, one loss function or a weighted sum."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, Support, given
 from prime_composer.full_vocabulary import WholeVocabulary
-from prime_composer.losses.config import LossConfig, Part, loss_type
-from prime_composer.losses.needs import require
+from prime_composer.losses.config import LossConfig, Term, loss_type
+from prime_composer.losses.needs import require_inputs
 from prime_composer.losses.registry import LOSS_FNS
 from prime_composer.losses.shared.modifiers import Modifier
 from prime_composer.losses.shared.reductions import summed_over_ranks
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """What a trainer calls: a bound loss or a weighted sum of them."""
+class Objective:
+    """A loss function with its config, its modifiers and its state; or a weighted sum of such.
 
-    config: LossConfig  # that it was made from
-    section: str  # recipe section of the config, for messages
-    stateful: bool  # a schedule advances with ``end_step``
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return the SUM of the loss over the mask, and its metrics by full name."""
-
-    def end_step(self) -> None:
-        """Advance the schedules, once per optimizer step. Every rank has to call it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the schedules as JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-
-
-class BoundLoss:
-    """A loss function with its config, its modifiers and its state."""
+    Metrics have ``prefix`` in front of the function's own names, and ``folder`` in front of those
+    of modifiers.
+    """
 
     def __init__(
-        self,
-        config: LossConfig,
-        fn: Callable[..., LossOutputs],
-        section: str = "loss",
-        prefix: str | None = None,
-        modifier_prefix: str = "",
+        self, config: LossConfig, section: str = "loss", prefix: str | None = None, folder: str = ""
     ):
         self.config = config
-        self.section = section
-        self.state = config.make_state()
-        self.stateful = self.state is not None
-        self._fn = fn
+        self.section = section  # recipe section of the config, for messages
         self._prefix = f"{config.type}/" if prefix is None else prefix
-        self._modifier_prefix = modifier_prefix
+        self._folder = folder
+        self.terms = {term.name: (term, self._bound(term)) for term in config.terms}
+        self._fn = None if self.terms else _function_of(config)
+        self.state = None if self.terms else config.make_state()
         self._step_total: Tensor | None = None
+
+    def _bound(self, term: Term) -> "Objective":
+        section = f"{self.section}.{term.key}" if term.key else self.section
+        if not term.mixed:
+            folder = f"{self._prefix}{term.name}/"
+            return Objective(term.loss, section, folder, folder)
+        own = f"{self._folder}{term.loss.type}/" if term.key else self._prefix
+        return Objective(term.loss, section, own, self._folder)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a schedule advances with ``end_step``."""
+        return self.state is not None or any(one.stateful for _, one in self.terms.values())
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return the SUM of the loss over the mask, and its metrics by full name.
@@ -66,30 +56,54 @@ class BoundLoss:
         never be 0.0, which means probability 1.
         """
         _check(inputs, self.config, self.section)
+        if self.terms:
+            return self._sum(inputs)
         inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
         step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
-        inputs, modifier_metrics = _modified(inputs, self.config.modifiers)
+        inputs, of_modifiers = _modified(inputs, self.config.modifiers)
         if self.config.clamp is None:
             outputs = self._outputs(inputs)
         else:
             outputs, of_clamp = self.config.clamp.bounded(self._outputs, inputs, self.section)
-            modifier_metrics |= of_clamp
+            of_modifiers |= of_clamp
         if self.stateful and outputs.loss.requires_grad:  # an evaluation is no step
             part = torch.stack([outputs.loss.detach().double(), step_mask.sum().double()])
             self._step_total = part if self._step_total is None else self._step_total + part
         return LossOutputs(
             loss=outputs.loss,
             metrics=_prefixed(outputs.metrics, self._prefix)
-            | _prefixed(modifier_metrics, self._modifier_prefix),
+            | _prefixed(of_modifiers, self._folder),
         )
 
     def _outputs(self, inputs: LossInputs) -> LossOutputs:
+        fn = given(self._fn)
         if self.state is None:
-            return self._fn(inputs, self.config)
-        return self._fn(inputs, self.config, self.state)
+            return fn(inputs, self.config)
+        return fn(inputs, self.config, self.state)
+
+    def _sum(self, inputs: LossInputs) -> LossOutputs:
+        """Return the sum of weight times each term's sum, and the metrics of all terms."""
+        inputs, metrics = _modified(inputs, self.config.modifiers)
+        # The anchor keeps a micro-batch of pairs alone in the graph of the policy's log-probs.
+        loss = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum() * 0.0
+        for name, (term, objective) in self.terms.items():
+            outputs = objective(given(inputs.replay) if term.on_pairs else inputs)
+            loss = loss + term.weight * outputs.loss
+            metrics |= _per_pair(outputs.metrics) if term.on_pairs else outputs.metrics
+            if not term.mixed and not term.on_pairs:
+                tokens = inputs.loss_mask.sum()
+                mean = Mean(outputs.loss / tokens.clamp(min=1), tokens)
+                metrics[f"{self._prefix}{name}/loss"] = mean
+        return LossOutputs(loss=loss, metrics=metrics)
 
     def end_step(self) -> None:
-        """Advance the state by the loss per token of the step's calls with a gradient."""
+        """Advance the schedules, once per optimizer step. Every rank has to call it.
+
+        A state advances by its own loss per token of the step's calls with a gradient, within a sum
+        too.
+        """
+        for _, objective in self.terms.values():
+            objective.end_step()
         if self.state is not None:
             total = self._step_total
             self._step_total = None
@@ -99,105 +113,37 @@ class BoundLoss:
                 self.state.end_step(loss / tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.state is None else self.state.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return the states of the schedules as JSON values."""
         if self.state is not None:
-            self.state.load_state_dict(state)
-
-
-@dataclass(frozen=True)
-class Term:
-    """One bound term of a weighted sum."""
-
-    part: Part  # its weight, and what it reads
-    objective: Objective  # the bound loss, or a sum itself
-    # name of the metric for the term's loss per token, None for no such metric
-    mean_metric: str | None = None
-
-
-class WeightedSum:
-    """Weighted sum of objectives over the same rollouts (and over preference pairs).
-
-    Each term keeps its own schedule, which reads the term's own mean loss and not the sum's.
-    """
-
-    def __init__(self, config: LossConfig, section: str, terms: Mapping[str, Term]):
-        self.config = config
-        self.section = section
-        self.terms = dict(terms)
-        self.stateful = any(term.objective.stateful for term in self.terms.values())
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return the sum of weight times each term's sum, and the metrics of all terms."""
-        _check(inputs, self.config, self.section)
-        inputs, metrics = _modified(inputs, self.config.modifiers)
-        # The anchor keeps a micro-batch of pairs alone in the graph of the policy's log-probs.
-        loss = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum() * 0.0
-        for term in self.terms.values():
-            on_pairs = term.part.on_pairs
-            outputs = term.objective(given(inputs.replay) if on_pairs else inputs)
-            loss = loss + term.part.weight * outputs.loss
-            metrics |= _per_pair(outputs.metrics) if on_pairs else outputs.metrics
-            if term.mean_metric is not None:
-                tokens = inputs.loss_mask.sum()
-                metrics[term.mean_metric] = Mean(outputs.loss / tokens.clamp(min=1), tokens)
-        return LossOutputs(loss=loss, metrics=metrics)
-
-    def end_step(self) -> None:
-        """Advance the schedule of each term by the term's own mean loss."""
-        for term in self.terms.values():
-            term.objective.end_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            name: term.objective.state_dict()
-            for name, term in self.terms.items()
-            if term.objective.stateful
-        }
+            return self.state.state_dict()
+        return {name: one.state_dict() for name, (_, one) in self.terms.items() if one.stateful}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.keys() - self.terms.keys():
+        """Restore what ``state_dict`` returned."""
+        if self.state is not None:
+            return self.state.load_state_dict(state)
+        if self.terms and state.keys() - self.terms.keys():
             raise ValueError(
                 f"[{self.section}]: the checkpoint has loss states of {', '.join(state)}, and this "
                 f"loss has the terms {', '.join(self.terms)}: it was written by another recipe or "
                 "an older version. Start a new run."
             )
-        for name, term_state in state.items():
-            self.terms[name].objective.load_state_dict(term_state)
+        for name, (_, objective) in self.terms.items():
+            if name in state:
+                objective.load_state_dict(state[name])
 
 
 def setup_loss_fn(config: LossConfig, section: str = "loss") -> Objective:
-    """Bind a config: what it returns is called with ``LossInputs``.
-
-    Args:
-        config: config of a registered loss.
-        section: recipe section of the config, for messages.
+    """Bind a config, from the recipe's ``section``: the result is called with ``LossInputs``.
 
     Raises:
         ValueError: the config's class is not registered, and its ``type`` names no loss from
             outside.
     """
-    return _bind(config, section, prefix=f"{config.type}/", modifier_prefix="")
+    return Objective(config, section)
 
 
-def _bind(config: LossConfig, section: str, prefix: str, modifier_prefix: str) -> Objective:
-    if not config.parts:
-        return BoundLoss(config, _function_of(config), section, prefix, modifier_prefix)
-    terms = {}
-    for part in config.parts:
-        if not part.mixed:
-            own = of_modifiers = f"{prefix}{part.name}/"
-        else:
-            own = f"{modifier_prefix}{part.loss.type}/" if part.key else prefix
-            of_modifiers = modifier_prefix
-        below = part.section(section)
-        mean_metric = None if part.mixed or part.on_pairs else f"{own}loss"
-        terms[part.name] = Term(part, _bind(part.loss, below, own, of_modifiers), mean_metric)
-    return WeightedSum(config, section, terms)
-
-
-def _function_of(config: LossConfig) -> Callable[..., LossOutputs]:
+def _function_of(config: LossConfig) -> Any:
     if type(config) not in LOSS_FNS and loss_type(config.type) is not type(config):
         raise ValueError(
             f"{type(config).__module__}.{type(config).__qualname__} is not the config of "
@@ -211,7 +157,7 @@ def _check(inputs: LossInputs, config: LossConfig, section: str) -> None:
     """Raise where an input that the loss needs is missing, or where advantages carry a graph."""
     available = {need for need in config.needs if getattr(inputs, need) is not None}
     if available != config.needs:
-        require(config, available, "call", section)
+        require_inputs(config, available, "call", section=section)
     if inputs.advantages is not None and inputs.advantages.requires_grad:
         raise ValueError(
             f"[{section}] got advantages that carry a gradient. A divergence used as an advantage "

@@ -22,8 +22,8 @@ from prime_composer.losses.bound import setup_loss_fn
 from prime_composer.losses.config import (
     AnyLoss,
     LossConfig,
-    Part,
     SupportRequest,
+    Term,
     parse_loss,
     require_channel,
 )
@@ -104,15 +104,15 @@ class ComposeLossConfig(LossConfig):
         return self
 
     @property
-    def channels(self) -> tuple[Part, ...]:
+    def channels(self) -> tuple[Term, ...]:
         """Channels with a positive weight."""
-        channels = [Part("rl", "rl.loss", self.rl.weight, self.rl.loss)]
+        channels = [Term("rl", "rl.loss", self.rl.weight, self.rl.loss)]
         channels += [
-            Part(name, f"distillation.{name}.loss", channel.weight, channel.loss)
+            Term(name, f"distillation.{name}.loss", channel.weight, channel.loss)
             for name, channel in self.distillation.items()
         ]
         if self.replay is not None:
-            pairs = Part(
+            pairs = Term(
                 "replay", "replay.loss", self.replay.weight, self.replay.loss, on_pairs=True
             )
             channels.append(pairs)
@@ -121,7 +121,7 @@ class ComposeLossConfig(LossConfig):
     @property
     def support(self) -> SupportRequest | None:
         """The largest support of all channels. Each channel reads its own K of it."""
-        requests = [part.loss.support for part in self.channels if not part.on_pairs]
+        requests = [term.loss.support for term in self.channels if not term.on_pairs]
         given = [request for request in requests if request is not None]
         choosers = {request.chosen_by for request in given}
         numbers = [request.k for request in given if request.k != "full"]

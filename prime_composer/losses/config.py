@@ -13,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
-from prime_composer.divergences import Normalization, refuse_biased
+from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
-from prime_composer.losses.needs import OF_TEACHER, unknown
+from prime_composer.losses.needs import NEEDS, OF_TEACHER
 from prime_composer.losses.shared.balance import Balance
 from prime_composer.losses.shared.clamp import SoftClamp
 from prime_composer.losses.shared.modifiers import (
@@ -41,25 +41,16 @@ class SupportRequest:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One term of a loss that is a weighted sum of other losses."""
+class Term:
+    """One summand of a loss that is a weighted sum of other losses."""
 
-    name: str  # name of the term in checkpoints and metrics
+    name: str  # in checkpoints and metrics
     key: str  # recipe key of the term's loss, below the sum's own table. "" for that table itself.
     weight: float
     loss: "LossConfig"
-    on_pairs: bool = False  # the term reads ``LossInputs.replay`` instead of the rollouts
-    # the term's metrics are beside those of the sum's own loss, not below ``name``
+    on_pairs: bool = False  # it reads ``LossInputs.replay`` instead of the rollouts
+    # its metrics are named as if the loss stood alone, not below ``name``
     mixed: bool = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Inputs that the sum needs for this term."""
-        return frozenset({"replay"}) if self.on_pairs else self.loss.needs
-
-    def section(self, of_sum: str) -> str:
-        """Return the recipe section of the term's loss, from that of the sum."""
-        return f"{of_sum}.{self.key}" if self.key else of_sum
 
 
 @runtime_checkable
@@ -138,8 +129,11 @@ class LossConfig(Table):
                 f"{cls.__name__} needs the support without naming the number of ids: derive it "
                 "from prime_composer.losses.SupportLossConfig, or override `support`."
             )
-        if complaint := unknown(cls.needs_inputs):
-            raise TypeError(f"{cls.__name__}.needs_inputs {complaint}")
+        if unknown := cls.needs_inputs - NEEDS.keys():
+            raise TypeError(
+                f"{cls.__name__}.needs_inputs names {', '.join(sorted(unknown))}; a loss may need: "
+                f"{', '.join(NEEDS)} (prime_composer.losses.needs.NEEDS)."
+            )
 
     @model_validator(mode="after")
     def _has_what_its_modifiers_change(self) -> "LossConfig":
@@ -170,9 +164,8 @@ class LossConfig(Table):
     @property
     @final
     def needs(self) -> frozenset[str]:
-        """Inputs that this config cannot do without: those of its terms and of its modifiers."""
-        terms = [part.needs for part in self.parts] or [self.own_needs]
-        return self.modifier_needs.union(*terms)
+        """Inputs that the loss, its modifiers and its terms cannot do without."""
+        return frozenset().union(*(needs for _, needs in self.needs_by_section().values()))
 
     @property
     @final
@@ -183,21 +176,20 @@ class LossConfig(Table):
         return tuple(modifier for modifier in chosen if modifier is not None)
 
     @property
-    @final
-    def modifier_needs(self) -> frozenset[str]:
-        """Inputs that the modifiers need."""
-        return frozenset(need for modifier in self.modifiers for need in modifier.needs)
+    def _needs_without_terms(self) -> frozenset[str]:
+        own = frozenset() if self.terms else self.own_needs
+        return own.union(*(modifier.needs for modifier in self.modifiers))
 
     @property
     @final
     def stop_ids(self) -> tuple[int, ...]:
         """Ids at which ``LossInputs.stops`` are needed: those of the loss and of its terms."""
-        own = [part.loss.stop_ids for part in self.parts]
+        own = [term.loss.stop_ids for term in self.terms]
         own += [] if self.stops is None else [self.stops.ids]
         return tuple(sorted({i for ids in own for i in ids}))
 
     @property
-    def channels(self) -> tuple[Part, ...]:
+    def channels(self) -> tuple[Term, ...]:
         """Terms of a loss that is a weighted sum. Empty for one with a function of its own."""
         return ()
 
@@ -209,25 +201,33 @@ class LossConfig(Table):
 
     @property
     @final
-    def parts(self) -> tuple[Part, ...]:
-        """Terms of the sum to compute: the channels, or the loss itself and its RL mix."""
-        if self.rl_mix is None:
+    def terms(self) -> tuple[Term, ...]:
+        """Summands of the sum to compute: the channels, or the loss itself and its RL mix."""
+        mix = self.rl_mix
+        if mix is None:
             return self.channels
-        return self.rl_mix.beside(self.model_copy(update={"rl_mix": None, "balance": None}))
+        alone = self.model_copy(update={"rl_mix": None, "balance": None})
+        rl_weight = 1 - mix.kd if mix.form == "interpolate" else 1.0
+        return (
+            Term("kd", "", mix.kd, alone, mixed=True),
+            Term("rl", "rl_mix.loss", rl_weight, mix.loss, mixed=True),
+        )
 
     def needs_by_section(
         self, section: str = "loss"
     ) -> dict[str, tuple["LossConfig", frozenset[str]]]:
         """Map each recipe section to its loss and its needs, for error messages."""
-        own = frozenset() if self.parts else self.own_needs
-        sections = {section: (self, own | self.modifier_needs)}
-        for part in self.parts:
-            below = part.section(section)
-            if part.on_pairs:
-                sections[below] = (part.loss, part.needs)
-            else:
-                sections |= part.loss.needs_by_section(below)
-        return sections
+        found: dict[str, tuple[LossConfig, frozenset[str]]] = {}
+        found[section] = (self, self._needs_without_terms)
+        for term in self.terms:
+            below = f"{section}.{term.key}" if term.key else section
+            if term.on_pairs:
+                found[below] = (term.loss, frozenset({"replay"}))
+                continue
+            for place, (loss, needs) in term.loss.needs_by_section(below).items():
+                _, others = found.get(place, (loss, frozenset()))
+                found[place] = (loss, needs | others)
+        return found
 
     @property
     def compares_with_teacher(self) -> bool:
@@ -280,10 +280,8 @@ class LossConfig(Table):
     @property
     def reads_sampler(self) -> bool:
         """Whether ``inference_logprobs`` matter. Dataset text has none."""
-        own = self.modifier_needs if self.parts else self.needs
-        on_rollouts = [part.loss for part in self.parts if not part.on_pairs]
-        return bool(own & {"ref_logprobs", "advantages"}) or any(
-            loss.reads_sampler for loss in on_rollouts
+        return bool(self._needs_without_terms & {"ref_logprobs", "advantages"}) or any(
+            term.loss.reads_sampler for term in self.terms if not term.on_pairs
         )
 
     def make_state(self) -> LossState | None:
@@ -342,14 +340,6 @@ class RLMix(Table):
                 "form = 'add' takes any kd from 0."
             )
         return self
-
-    def beside(self, loss: LossConfig) -> tuple[Part, Part]:
-        """Return the terms of the mixture of a loss with the RL loss."""
-        rl_weight = 1 - self.kd if self.form == "interpolate" else 1.0
-        return (
-            Part("kd", "", self.kd, loss, mixed=True),
-            Part("rl", "rl_mix.loss", rl_weight, self.loss, mixed=True),
-        )
 
 
 LossConfig.model_rebuild()
@@ -434,16 +424,4 @@ class SupportLossConfig(TopKLossConfig):
                 "distribution: set k = 'full' or normalization = 'renorm' without stops, or "
                 "temperature = 1."
             )
-        return self
-
-
-class KLLossConfig(SupportLossConfig):
-    """Knobs of a KL divergence, of which one normalization is biased."""
-
-    allow_biased: bool = False
-    """Permits normalization "raw", whose gradient does not vanish at p = q."""
-
-    @model_validator(mode="after")
-    def _raw_is_allowed(self) -> "KLLossConfig":
-        refuse_biased(self.normalization, self.allow_biased)
         return self

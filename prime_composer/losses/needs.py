@@ -3,9 +3,8 @@
 A new need is a field of ``LossInputs``, a row of ``NEEDS``, and the code of the hosts.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
 
 Host = Literal["call", "recipe", "prime_rl", "trl"]
 
@@ -83,61 +82,25 @@ OF_TEACHER = frozenset({"ref_logprobs", "support", "hidden_states"})
 """The inputs that are computed from a teacher's scores."""
 
 
-@runtime_checkable
-class HasNeeds(Protocol):
-    """What is read of a ``LossConfig`` here."""
+def missing_inputs(
+    config: Any, available: Collection[str], host: Host, section: str = "loss"
+) -> Iterator[str]:
+    """Yield a sentence with the host's remedy for each input that a loss needs and a host lacks.
 
-    def needs_by_section(self, section: str = "loss") -> dict[str, tuple[Any, frozenset[str]]]:
-        """Map each recipe section to its loss and its needs."""
-
-
-@dataclass(frozen=True)
-class Unmet:
-    """One input that a loss needs and nobody provides."""
-
-    section: str  # recipe section of the loss
-    loss: str  # the loss's ``type``
-    need: str  # name of the input in ``LossInputs``
-
-
-def unknown(names: Iterable[str]) -> str:
-    """Return what to say of inputs without a row in ``NEEDS``, "" where each has one."""
-    others = sorted(set(names) - NEEDS.keys())
-    if not others:
-        return ""
-    return f"names {', '.join(others)}; a loss may need: {', '.join(NEEDS)} ({__name__}.NEEDS)."
-
-
-def unmet(config: HasNeeds, available: Iterable[str], section: str = "loss") -> list[Unmet]:
-    """Return the needs of a loss, and of the losses within it, that are not among ``available``."""
-    provided = set(available)
-    return [
-        Unmet(below, loss.type, need)
-        for below, (loss, needs) in config.needs_by_section(section).items()
-        for need in sorted(needs - provided)
-    ]
-
-
-def require(
-    config: HasNeeds,
-    available: Iterable[str],
-    host: Host,
-    section: str = "loss",
-    provider: str | None = None,
-) -> None:
-    """Raise unless a host provides all that a loss needs; the message has its remedies.
-
-    ``provider`` is what provides the inputs, for the message. None: as in ``PROVIDERS``.
+    ``config`` is a ``LossConfig``.
     """
-    provider = provider or PROVIDERS[host]
-    available = set(available)
-    if complaint := unknown(available):
-        raise ValueError(f"what {provider} provides {complaint}")
-    for missing in unmet(config, available, section):
-        label = f"[{missing.section}] type = {missing.loss!r}"
-        if complaint := unknown([missing.need]):
-            raise ValueError(f"{label} {complaint}")
-        remedy = NEEDS[missing.need].get(host, "")
-        raise ValueError(
-            f"{label} needs {missing.need}, which {provider} does not provide. {remedy}".rstrip()
-        )
+    for below, (loss, needs) in config.needs_by_section(section).items():
+        for need in sorted(needs.difference(available)):
+            remedy = NEEDS.get(need, {}).get(host, "")
+            yield (
+                f"[{below}] type = {loss.type!r} needs {need}, which {PROVIDERS[host]} does not "
+                f"provide. {remedy}"
+            ).rstrip()
+
+
+def require_inputs(
+    config: Any, available: Collection[str], host: Host, section: str = "loss"
+) -> None:
+    """Raise the first of ``missing_inputs``."""
+    for sentence in missing_inputs(config, available, host, section):
+        raise ValueError(sentence)

@@ -26,16 +26,19 @@ def register(config: type[Any]) -> Callable[[F], F]:
     """Return the decorator that enters a loss function under the ``type`` of its config class.
 
     Raises:
-        ValueError: the ``type`` is taken, or what is decorated is no function.
+        ValueError: the ``type`` is taken or missing, or what is decorated is no function.
     """
 
     def add(fn: Any) -> Any:
         name = _declared_type(config)
-        _check_function(fn, f"the loss of {_full_name(config)}", "my_loss")
-        if not isinstance(name, str):
-            raise ValueError(f"{_full_name(config)} declares no type; {_how_to_declare('my_loss')}")
+        if not _is_function(fn) or not isinstance(name, str):
+            raise ValueError(
+                f"the loss of {_full_name(config)} is {fn!r}, and its type {name!r}: "
+                f"{_form('my_loss', 'my_module:my_loss')}"
+            )
         if name in LOSS_TYPES:
-            raise ValueError(f"{_full_name(fn)}: type = {name!r} is taken by {_owner(name)}.")
+            owner = _full_name(LOSS_FNS[LOSS_TYPES[name]])
+            raise ValueError(f"{_full_name(fn)}: type = {name!r} is taken by {owner}.")
         LOSS_FNS[config] = fn
         LOSS_TYPES[name] = config
         return fn
@@ -65,7 +68,7 @@ def choices() -> str:
 
 
 def _register_from_outside(name: str, base: type[Any]) -> None:
-    """Import ``"module:function"`` and register the function under its config."""
+    """Import ``"module:function"``, and register the function under its second annotation."""
     module, function_name = named_module(
         name,
         f"loss type {name!r}",
@@ -73,57 +76,40 @@ def _register_from_outside(name: str, base: type[Any]) -> None:
     )
     if name in LOSS_TYPES:  # the module used the decorator
         return
-    if not hasattr(module, function_name):
-        raise ValueError(
-            f"loss type {name!r}: {function_name!r} does not exist in {module.__name__!r}. "
-            f"Define it there: {_signature(function_name)}"
-        )
-    fn = getattr(module, function_name)
-    what = f"loss type {name!r}: {function_name!r} in {module.__name__!r}"
-    _check_function(fn, what, function_name)
-    config = _config_of(fn, name, base)
-    field = config.model_fields.get("type")
-    if field is None or field.annotation != Literal[name] or field.default != name:
-        declared = _declared_type(config)
-        owner = f", the type of {_owner(declared)}" if declared in LOSS_TYPES else ""
-        raise ValueError(
-            f"loss type {name!r}: the config {_full_name(config)} declares type = {declared!r}"
-            f"{owner}. Each loss has a config of its own; {_how_to_declare(name)}"
-        )
-    register(config)(fn)
-
-
-def _check_function(thing: Any, what: str, function_name: str) -> None:
-    """Refuse classes and objects: prime-rl's own rl losses are objects with a method ``loss``."""
-    if callable(thing) and not isinstance(thing, type):
-        return
-    kind = "the class" if isinstance(thing, type) else "an object of the class"
-    cls = thing if isinstance(thing, type) else type(thing)
-    remedy = "Write one that calls its method loss" if hasattr(thing, "loss") else "Define it there"
+    fn: Any = getattr(module, function_name, None)
+    config: Any = None
+    wrong = f"is {fn!r}"
+    if _is_function(fn):
+        try:
+            names, hints = list(inspect.signature(fn).parameters), get_type_hints(fn)
+            config = hints.get(names[1]) if len(names) > 1 else None
+            wrong = f"has a second parameter with the annotation {config!r}"
+        except Exception as error:
+            wrong = f"has annotations that cannot be read ({type(error).__name__}: {error})"
+    is_config: bool = isinstance(config, type) and issubclass(config, base)
+    if is_config:
+        field = config.model_fields.get("type")
+        if field is not None and field.annotation == Literal[name] and field.default == name:
+            register(config)(fn)
+            return
+        wrong = f"has the config {_full_name(config)} of type = {_declared_type(config)!r}"
     raise ValueError(
-        f"{what} is {kind} {cls.__qualname__}, no function. {remedy}: {_signature(function_name)}"
+        f"loss type {name!r}: {function_name!r} in {module.__name__!r} {wrong}. "
+        f"{_form(function_name, name)}"
     )
 
 
-def _config_of(fn: Callable[..., Any], name: str, base: type[Any]) -> type[Any]:
-    """Return the annotation of the function's second parameter."""
-    try:
-        annotations = get_type_hints(fn)
-        parameters = list(inspect.signature(fn).parameters)
-    except Exception as error:
-        raise ValueError(
-            f"loss type {name!r}: the annotations of {_full_name(fn)} cannot be read "
-            f"({type(error).__name__}: {error}). Import the names that they use in its module."
-        ) from error
-    annotation = annotations.get(parameters[1]) if len(parameters) > 1 else None
-    if not (isinstance(annotation, type) and issubclass(annotation, base)):
-        what = "has no annotation" if annotation is None else f"is annotated with {annotation!r}"
-        raise ValueError(
-            f"loss type {name!r}: the second parameter of {_full_name(fn)} {what}. Annotate it "
-            "with the loss's config, a subclass of prime_composer.losses.LossConfig: "
-            f"{_signature(name.partition(':')[2])}"
-        )
-    return annotation
+def _is_function(thing: Any) -> bool:
+    """Whether it can be called as a loss. prime-rl's own are objects with a method ``loss``."""
+    return callable(thing) and not isinstance(thing, type)
+
+
+def _form(function_name: str, name: str) -> str:
+    return (
+        f"Write def {function_name}(inputs: LossInputs, config: MyLossConfig) -> LossOutputs, with "
+        "a config of its own: a subclass of prime_composer.losses.LossConfig that has type: "
+        f"Literal[{name!r}] = {name!r}."
+    )
 
 
 def _declared_type(config: type[Any]) -> Any:
@@ -131,17 +117,5 @@ def _declared_type(config: type[Any]) -> Any:
     return None if field is None or field.is_required() else field.default
 
 
-def _owner(name: str) -> str:
-    return _full_name(LOSS_FNS[LOSS_TYPES[name]])
-
-
 def _full_name(thing: Any) -> str:
     return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
-
-
-def _signature(function_name: str) -> str:
-    return f"def {function_name}(inputs: LossInputs, config: MyLossConfig) -> LossOutputs."
-
-
-def _how_to_declare(name: str) -> str:
-    return f"write type: Literal[{name!r}] = {name!r} in it."

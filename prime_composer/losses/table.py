@@ -9,7 +9,7 @@ The page lies in this folder, so that its links are names of files.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,27 @@ BEGIN = "<!-- table: begin, from python -m prime_composer.losses.table --write F
 END = "<!-- table: end -->"
 
 
-def table() -> str:
+def loss_table() -> str:
     """Return one row per loss of the package: type, first line of its docstring, needs."""
     rows = ["| `type` | loss | needs |", "|---|---|---|"]
-    for name, config in LOSS_TYPES.items():
-        if ":" not in name:  # a loss from outside may be registered in this process
-            doc = (sys.modules[config.__module__].__doc__ or "").splitlines()[0]
-            summary = doc.rstrip(".").replace("||", "‖")
-            rows.append(f"| [`{name}`]({name}.py) | {summary} | {_needs(config)} |")
+    for name, config in built_in_losses().items():
+        file = config.__module__.rpartition(".")[2]
+        summary = summary_of(config).rstrip(".").replace("||", "‖")
+        rows.append(f"| [`{name}`]({file}.py) | {summary} | {_needs(config)} |")
     return "\n".join(rows) + "\n"
 
 
-def renewed(page: str) -> str:
-    """Return a page with the table between its markers."""
-    return between_markers(page, BEGIN, END, table())
+def built_in_losses() -> dict[str, type[Any]]:
+    """Return the configs by type, without losses from outside that this process has registered."""
+    return {name: config for name, config in LOSS_TYPES.items() if ":" not in name}
+
+
+def summary_of(config: type[Any]) -> str:
+    """Return the first line of what documents a loss: its file, or its class within a family."""
+    file = sys.modules[config.__module__]
+    name = config.model_fields["type"].default
+    documented = file if file.__name__.endswith(f".{name}") else config
+    return (documented.__doc__ or "").partition("\n")[0]
 
 
 def between_markers(page: str, begin: str, end: str, content: str) -> str:
@@ -54,7 +61,7 @@ def page_parser(description: str) -> argparse.ArgumentParser:
 
 
 def generate(
-    program: str, renew: Callable[[str], str], content: str, options: argparse.Namespace
+    program: str, markers: tuple[str, str], content: str, options: argparse.Namespace
 ) -> int:
     """Print, write or check what ``python -m program`` generates. Return the exit status."""
     path = options.write or options.check
@@ -62,7 +69,7 @@ def generate(
         print(content, end="")
         return 0
     page = path.read_text(encoding="utf-8")
-    current = renew(page)
+    current = between_markers(page, *markers, content)
     if options.write is not None:
         path.write_text(current, encoding="utf-8")
     elif page != current:
@@ -74,7 +81,7 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the table. Return the exit status."""
     options = page_parser("The table of losses.").parse_args(arguments)
-    return generate("prime_composer.losses.table", renewed, table(), options)
+    return generate("prime_composer.losses.table", (BEGIN, END), loss_table(), options)
 
 
 def _needs(config: Any) -> str:

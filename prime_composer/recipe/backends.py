@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from prime_composer.recipe.carried import CARRIED, not_carried
+from prime_composer.recipe.carried import CARRIED, uncarried
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import Table, named_module, nearest
 
@@ -29,7 +29,7 @@ class Served(Table):
         default=600.0,
         ge=0,
         allow_inf_nan=False,
-        json_schema_extra=not_carried("prime-rl has its own rules for servers that are away"),
+        json_schema_extra=uncarried("prime-rl has its own rules for servers that are away"),
     )
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
     restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
@@ -40,7 +40,7 @@ class Served(Table):
         default=600.0,
         gt=0,
         allow_inf_nan=False,
-        json_schema_extra=not_carried("prime-rl has its own time limits for answers"),
+        json_schema_extra=uncarried("prime-rl has its own time limits for answers"),
     )
     """Seconds that one answer of the server at `url` may take. What it samples may take longer, by
     its tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow

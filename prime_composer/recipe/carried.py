@@ -31,7 +31,7 @@ def _marked(mark: Mark) -> dict[str, Any]:
     return {"prime_rl": asdict(mark)}
 
 
-def not_carried(why: str, harmless: tuple[Any, ...] = ()) -> dict[str, Any]:
+def uncarried(why: str, harmless: tuple[Any, ...] = ()) -> dict[str, Any]:
     """Return the ``json_schema_extra`` of a key that prime-rl has no setting for."""
     return _marked(Mark("not carried", why, harmless))
 
@@ -45,14 +45,14 @@ DATA: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("operations", "topics", "hold_out", "use"), CARRIED),
     **dict.fromkeys(("calculator_annotations", "prompt_template"), CARRIED),
     **dict.fromkeys(("messages_key", "system", "system_key", "template_args"), CARRIED),
-    "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
+    "chat_template": uncarried("prime-rl always renders a chat", harmless=(True,)),
     **dict.fromkeys(("metric", "ratio", "teacher", "teacher_key"), CARRIED),
 }
 """Marks of ``[data]``. Its class belongs to the room ``problems``, which does not refer to
 prime-rl."""
 
 
-def kind_of(name: str, table: type[BaseModel]) -> str:
+def kind_of_table(name: str, table: type[BaseModel]) -> str:
     """Return what the marks of a table of tables are named after: "teacher" for [teachers.NAME]."""
     return "data" if table is DataConfig else name.removesuffix("s")
 
@@ -78,7 +78,7 @@ def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey
             yield from keys_set(value, f"{key}{name}.", f"{kind}{name}.")
         elif isinstance(value, Mapping):
             for child_name, child in value.items():
-                kind_of_child = f"{kind_of(name, type(child))}."
+                kind_of_child = f"{kind_of_table(name, type(child))}."
                 yield from keys_set(child, f"{key}{name}.{child_name}.", kind_of_child)
 
 
@@ -92,7 +92,7 @@ def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
             continue
         of_tables = get_origin(field.annotation) is dict
         for child in models_in(field.annotation):
-            child_kind = kind_of(name, child) if of_tables else f"{kind}{name}"
+            child_kind = kind_of_table(name, child) if of_tables else f"{kind}{name}"
             found |= marks(child, f"{child_kind}.")
     return found
 

@@ -6,26 +6,6 @@ from prime_composer.tables import MOST_STEPS, Table
 
 MOST_ISLANDS = 64
 
-REFUSED = {
-    "moving_teacher": "[teacher.policy] moves with the policy of each island, and the islands "
-    "would have different teachers: set teacher.policy.update = 'live', or leave [diloco] out",
-    "quantize": "student.quantize trains latent weights, and the mean of rounded weights is not "
-    "rounded: leave student.quantize out, or leave [diloco] out",
-    "replay": "[replay] pairs would be those of an undivided run on every island: leave the replay "
-    "channel out of [loss], or leave [diloco] out",
-    "until": "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
-    "[trainer.until] out, or leave [diloco] out",
-    "ahead": "rollout.ahead samples by weights that an island may have to take back: leave "
-    "rollout.ahead out, or leave [diloco] out",
-    "lora": "student.lora trains the factors of a product, and the product of their means is not "
-    "the mean of the products: leave student.lora out, or leave [diloco] out",
-    "tape": "a tape is written by one run: leave `tape` out, or let the tape answer alone with "
-    "tape_only = true",
-    "keep": "checkpoint.keep = 1: islands may be one checkpoint apart when they are killed, and "
-    "would have none in common: set checkpoint.keep to at least 2",
-}
-"""What does not go together with ``[diloco]``: setting -> why, and what to do."""
-
 
 def island_folder(island: int) -> str:
     """Return the folder of an island within the directory of the run."""
@@ -81,18 +61,3 @@ class DilocoConfig(Table):
         With fewer, the others wait.
         """
         return self.replicas // 2 + 1
-
-    def check_steps(self, key: str, steps: int) -> None:
-        """Refuse a number of steps that does not end with an outer step. 0 is none at all."""
-        if steps % self.every:
-            larger = steps + self.every - steps % self.every
-            raise ValueError(
-                f"{key} = {steps} is no multiple of diloco.every = {self.every}, and only outer "
-                f"steps are evaluated and saved: the next one is {larger}"
-            )
-
-    def refuse(self, **present: bool) -> None:
-        """Refuse the settings of ``REFUSED`` that are present."""
-        for name, is_present in present.items():
-            if is_present:
-                raise ValueError(f"[diloco] and {REFUSED[name]}")

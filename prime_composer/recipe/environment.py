@@ -4,7 +4,6 @@ Its package is imported neither here nor by an export, only by the engine that r
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,9 +16,7 @@ from pydantic import (
 
 from prime_composer.problems.config import DataConfig, TeacherWeights, Used
 from prime_composer.recipe.carried import CARRIED
-from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.recipe.urls import without_passwords
-from prime_composer.recipe.watchers import EvalConfig
 from prime_composer.tables import Table
 
 MOST_TURNS = 1_000_000  # Upper bound of turns
@@ -106,82 +103,3 @@ def _parse_environment(table: Any) -> Any:
 
 AnyEnvironment = Annotated[DataConfig | EnvironmentConfig, BeforeValidator(_parse_environment)]
 """An ``[environments.NAME]`` table of either kind."""
-
-
-def check_uses(tables: Mapping[str, DataConfig | EnvironmentConfig], sets_eval: bool) -> None:
-    """Refuse uses that leave nothing to train on, or to evaluate with an ``[eval]``."""
-    all_have, in_one = "all [environments] have", " in one"
-    if "data" in tables:
-        all_have, in_one = "[data] has", ""
-    if not any(table.trains for table in tables.values()):
-        raise ValueError(
-            f"{all_have} use = 'eval', and none is left to train on; set it to 'both' or "
-            f"'train'{in_one}"
-        )
-    if sets_eval and not any(table.evaluates for table in tables.values()):
-        raise ValueError(
-            f"[eval]: {all_have} use = 'train', and none is left to evaluate; set it to "
-            f"'both'{in_one}, or leave [eval] out"
-        )
-
-
-def check_without_solutions(name: str, trains_on_data: bool, asks_pairs: bool) -> None:
-    """Refuse what needs the solutions or the prompts that only problems have."""
-    table = f"environments.{name}"
-    if trains_on_data:
-        raise ValueError(
-            "rollout.student_fraction below 1 trains on the data's solutions, and "
-            f"[{table}] has an id, and no solutions: set rollout.other_source = 'teacher', or "
-            "student_fraction = 1"
-        )
-    if asks_pairs:
-        raise ValueError(
-            "[replay] source = 'jsonl': its questions are asked with the prompt of a [data] "
-            f"table, and [{table}] asks its own: use source = 'rollouts'"
-        )
-
-
-def check_environments_of_models(
-    models: Iterable[tuple[str, PrepareConfig]],
-    environments: Mapping[str, DataConfig | EnvironmentConfig],
-    teaching: Collection[str],
-) -> None:
-    """Refuse generated models, given by table, whose environments cannot teach them."""
-    known = ", ".join(environments) or "none"
-    for model, prepare in models:
-        for name in prepare.environments or ():
-            if name not in environments:
-                raise ValueError(
-                    f"{model}: prepare.environments names {name!r}; [environments] has {known}"
-                )
-            source = environments[name]
-            if not source.trains:
-                raise ValueError(
-                    f"{model}: prepare.environments names {name!r}, which has use = 'eval', "
-                    "and models learn from what is trained on: leave it out"
-                )
-        if prepare.hint_template is not None and teaching:
-            by_id = [n for n, one in environments.items() if isinstance(one, EnvironmentConfig)]
-            raise ValueError(
-                f"{model}: prepare.hint_template writes a hint into a problem's question, and "
-                f"[environments.{by_id[0]}] has an id, and tasks of its own: name others in "
-                "prepare.environments"
-            )
-
-
-def comparable_metrics(
-    sources: Mapping[str, DataConfig | EnvironmentConfig], evaluation: EvalConfig, has_kl: bool
-) -> list[str]:
-    """Return what an evaluation measures of which more or less is better: scores, KLs, cuts."""
-    metrics: dict[str, None] = {}
-    evaluated = {name: source for name, source in sources.items() if source.evaluates}
-    for name, source in evaluated.items():
-        own = ["eval/accuracy"]
-        if isinstance(source, DataConfig):
-            own = [f"eval/{source.score_name}"] if source.scored else []
-        own += ["eval/reverse_kl"] if has_kl and evaluation.kl_size else []
-        metrics |= dict.fromkeys(own)
-        if len(sources) > 1:
-            metrics |= dict.fromkeys(f"{metric}/{name}" for metric in own)
-    more = ["eval/forward_kl"] if "eval/reverse_kl" in metrics else []
-    return [*metrics, *more, "eval/truncated"] if evaluated else []

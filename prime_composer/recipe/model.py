@@ -88,13 +88,3 @@ class StudentConfig(ModelConfig):
 
     quantize: StaysRoundedConfig | None = Field(default=None, json_schema_extra=CARRIED)
     """Keep the linear layers rounded while the student learns."""
-
-    @model_validator(mode="after")
-    def _check_what_trains(self) -> "StudentConfig":
-        if self.lora is not None and self.quantize is not None:
-            raise ValueError(
-                "`lora` leaves the student's weights as they are, and `quantize` rounds them after "
-                "every step: keep one of them. An adapter on a rounded model has its `quantize` in "
-                "[student.prepare]"
-            )
-        return self

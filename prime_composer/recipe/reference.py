@@ -4,7 +4,8 @@ python -m prime_composer.recipe.reference                  # print it
 python -m prime_composer.recipe.reference --write FILE     # renew it between the markers of FILE
 python -m prime_composer.recipe.reference --check FILE     # fail if FILE is stale
 
-The page is recipes/reference.md.
+The page is recipes/reference.md. In the guide, recipes/README.md, the same command renews the table
+of refused pairs, from ``rules.py``.
 """
 
 import json
@@ -18,14 +19,18 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.losses import LossConfig
 from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
-from prime_composer.losses.table import between_markers, generate, page_parser
+from prime_composer.losses.table import built_in_losses, generate, page_parser, summary_of
 from prime_composer.recipe.carried import mark_of, models_in
+from prime_composer.recipe.rules import pairs_table
 from prime_composer.recipe.schema import Recipe
 
 BEGIN = "<!-- reference: begin, from python -m prime_composer.recipe.reference --write FILE -->"
 END = "<!-- reference: end -->"
+
+BEGIN_PAIRS = "<!-- pairs: begin, from python -m prime_composer.recipe.reference --write FILE -->"
+END_PAIRS = "<!-- pairs: end -->"
 
 TYPE_NAMES: dict[Any, str] = {
     str: "text",
@@ -57,8 +62,7 @@ def reference() -> str:
 
 def _loss_sections() -> Iterator[str]:
     """Yield the sections of ``[loss]``: what losses share, every type, then the modifiers."""
-    # A loss from outside may be registered in this process.
-    built_in = {name: config for name, config in LOSS_TYPES.items() if ":" not in name}
+    built_in = built_in_losses()
     types = ", ".join(f"`{name}`" for name in built_in)
     yield (
         "## `[loss]`\n\n"
@@ -70,7 +74,7 @@ def _loss_sections() -> Iterator[str]:
     shared = _knobs(SupportLossConfig)
     yield _section(SHARED, SupportLossConfig, shared, level=3)
     for name, config in built_in.items():
-        fields, summary = _knobs(config), _first_line(sys.modules[config.__module__])
+        fields, summary = _knobs(config), summary_of(config)
         if issubclass(config, TopKLossConfig):
             same = [
                 key
@@ -229,15 +233,15 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def renewed(page: str) -> str:
-    """Return a Markdown page with the reference between its markers."""
-    return between_markers(page, BEGIN, END, reference())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, write or check the reference. Return the exit status."""
+    """Print, write or check the reference, or a page's table of pairs. Return the exit status."""
     options = page_parser("The reference of every recipe key.").parse_args(arguments)
-    return generate("prime_composer.recipe.reference", renewed, reference(), options)
+    path = options.write or options.check
+    if path is not None and BEGIN_PAIRS in path.read_text(encoding="utf-8"):
+        markers, content = (BEGIN_PAIRS, END_PAIRS), pairs_table()
+    else:
+        markers, content = (BEGIN, END), reference()
+    return generate("prime_composer.recipe.reference", markers, content, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from prime_composer.recipe.backends import SamplerName, Served, backend_of
-from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, uncarried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
@@ -16,7 +16,7 @@ USUAL_CONTEXT = 2048  # Context of a recipe that sets none and needs no more
 
 MOST_AHEAD = 8  # Largest ``rollout.ahead``: what prime-rl allows by default
 
-NO_ENDS = not_carried("prime-rl's renderer ends an answer where its chat template does")
+NO_ENDS = uncarried("prime-rl's renderer ends an answer where its chat template does")
 
 End = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 """Type of a token that ends an answer: its id, or its text."""
@@ -27,14 +27,14 @@ class RolloutConfig(Served):
 
     backend: SamplerName = Field(
         default="vllm",
-        json_schema_extra=not_carried("prime-rl samples with vLLM", harmless=("vllm", "server")),
+        json_schema_extra=uncarried("prime-rl samples with vLLM", harmless=("vllm", "server")),
     )
     """What samples the rollouts: `vllm`, `transformers`, `server`, or one of your own,
     `my_package.my_module:MySampler`."""
 
     weights_dir: Path | None = Field(
         default=None,
-        json_schema_extra=not_carried("prime-rl brings new weights to the sampler its own way"),
+        json_schema_extra=uncarried("prime-rl brings new weights to the sampler its own way"),
     )
     """For backend 'server': a directory that this process writes new weights to and the server
     reads them from. Unset: the system's temporary directory, for a server on this machine."""
@@ -142,17 +142,3 @@ class ReplayConfig(Table):
         if (self.source == "jsonl") != (self.path is not None):
             raise ValueError('source = "jsonl" and `path` go together')
         return self
-
-
-def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:
-    """Refuse groups that do not fill a batch, and completions that leave a prompt no room."""
-    if batch_size % rollout.group_size:
-        raise ValueError(
-            f"trainer.batch_size = {batch_size} is not a multiple of "
-            f"rollout.group_size = {rollout.group_size}"
-        )
-    if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
-        raise ValueError(
-            f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in "
-            f"rollout.max_model_len = {rollout.max_model_len}"
-        )

@@ -1,210 +1,442 @@
-"""Check that the tables of teachers, of the reference and of an adapter fit the other tables."""
+"""What of a recipe's tables does not go together.
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+A rule is a generator over a recipe, one function per topic. It yields the sentence that refuses the
+recipe: what clashes, why, and what to do instead. ``Recipe`` raises the first one of all. What a
+single table shows is refused by that table's own class.
+
+The guide's table of refused pairs is written from ``PAIRS`` by ``reference.py``.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
 
 from pydantic import ValidationError
 
-from prime_composer.losses import LOSS_TYPES, LossConfig
-from prime_composer.losses.needs import OF_TEACHER
+from prime_composer.losses import LOSS_TYPES
+from prime_composer.losses.needs import OF_TEACHER, missing_inputs
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.backends import backend_of
-from prime_composer.recipe.environment import EnvironmentConfig
-from prime_composer.recipe.model import StudentConfig
-from prime_composer.recipe.teacher import PolicyTeacherConfig, ReferenceConfig, TeacherConfig
+from prime_composer.recipe.schema import RULES, Recipe, Rule
+
+PAIRS: dict[str, str] = {}
+"""What does not go together, and what to do instead, as the guide's table has it."""
 
 
-def check_tapes(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Refuse two teachers, given by table, with one tape."""
-    tables: dict[Path, str] = {}
-    for table, teacher in teachers.items():
-        if teacher.tape is None:
+def rule(pairs: Mapping[str, str] | None = None) -> Callable[[Rule], Rule]:
+    """Return the decorator of a rule, with its rows of ``PAIRS``. Rules apply in their order."""
+
+    def add(of_topic: Rule) -> Rule:
+        RULES.append(of_topic)
+        PAIRS.update(pairs or {})
+        return of_topic
+
+    return add
+
+
+@rule()
+def of_alternatives(recipe: Recipe) -> Iterator[str]:
+    if recipe.teachers and recipe.teacher is not None:
+        yield "[teacher] and [teachers.*]: keep one of them"
+    if recipe.data is None and not recipe.environments:
+        yield "data is missing: add a [data] table, or several [environments.*]"
+    if recipe.data is not None and recipe.environments:
+        yield "[data] and [environments.*]: keep one of them"
+    for section, names in (("teachers", recipe.teachers), ("environments", recipe.environments)):
+        for name in names:
+            if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+                yield f"[{section}.{name!r}]: a name is made of letters, digits, - and _"
+
+
+@rule()
+def of_choices_among_teachers(recipe: Recipe) -> Iterator[str]:
+    for table, data in recipe.source_tables.items():
+        named = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
+        by_row = isinstance(data, DataConfig) and data.teacher_key is not None
+        if not recipe.teachers and (named or by_row):
+            key = "teacher" if named else "teacher_key"
+            yield f"{table}.{key} chooses among [teachers.*], and there are none"
+        for teacher in named:
+            if teacher not in recipe.teachers:
+                yield (
+                    f"{table}.teacher names {teacher!r}; [teachers] has "
+                    f"{', '.join(recipe.teachers)}"
+                )
+
+
+@rule()
+def of_uses(recipe: Recipe) -> Iterator[str]:
+    """Something trains, and with an ``[eval]`` something is evaluated."""
+    sources = recipe.source_tables.values()
+    all_have, in_one = "all [environments] have", " in one"
+    if recipe.data is not None:
+        all_have, in_one = "[data] has", ""
+    if not any(source.trains for source in sources):
+        yield (
+            f"{all_have} use = 'eval', and none is left to train on; set it to 'both' or "
+            f"'train'{in_one}"
+        )
+    if "eval" in recipe.model_fields_set and not any(source.evaluates for source in sources):
+        yield (
+            f"[eval]: {all_have} use = 'train', and none is left to evaluate; set it to "
+            f"'both'{in_one}, or leave [eval] out"
+        )
+
+
+@rule(
+    {
+        "`student_fraction` below 1, `environments` by id": "`rollout.other_source = 'teacher'`",
+        "`[replay] source = 'jsonl'`, `environments` by id alone": "`source = 'rollouts'`",
+    }
+)
+def of_environments_by_id(recipe: Recipe) -> Iterator[str]:
+    """They have neither solutions nor the prompts of problems."""
+    if not recipe.environments_by_id:
+        return
+    table = f"environments.{next(iter(recipe.environments_by_id))}"
+    if recipe.rollout.trains_on_data:
+        yield (
+            "rollout.student_fraction below 1 trains on the data's solutions, and "
+            f"[{table}] has an id, and no solutions: set rollout.other_source = 'teacher', or "
+            "student_fraction = 1"
+        )
+    if recipe.replay.source == "jsonl" and not recipe.problem_sources:
+        yield (
+            "[replay] source = 'jsonl': its questions are asked with the prompt of a [data] "
+            f"table, and [{table}] asks its own: use source = 'rollouts'"
+        )
+
+
+@rule()
+def of_environments_of_models(recipe: Recipe) -> Iterator[str]:
+    """Generated models learn from environments that there are, and that train."""
+    known = ", ".join(recipe.environments) or "none"
+    for model, prepare in recipe.generated_models():
+        for name in prepare.environments or ():
+            if name not in recipe.environments:
+                yield f"{model}: prepare.environments names {name!r}; [environments] has {known}"
+            elif not recipe.environments[name].trains:
+                yield (
+                    f"{model}: prepare.environments names {name!r}, which has use = 'eval', "
+                    "and models learn from what is trained on: leave it out"
+                )
+        if prepare.hint_template is not None and recipe.teaching_environments:
+            yield (
+                f"{model}: prepare.hint_template writes a hint into a problem's question, and "
+                f"[environments.{next(iter(recipe.environments_by_id))}] has an id, and tasks of "
+                "its own: name others in prepare.environments"
+            )
+
+
+@rule(
+    {
+        "`student_fraction` below 1, a loss that reads the sampler's probabilities": (
+            "a loss on a support, such as `generalized_jsd`"
+        )
+    }
+)
+def of_loss(recipe: Recipe) -> Iterator[str]:
+    loss = recipe.loss
+    if loss.channel == "replay":
+        yield (
+            f"[loss] type = {loss.type!r} reads preference pairs: make it the replay "
+            "channel of a compose loss, [loss.replay] weight and [loss.replay.loss]"
+        )
+    yield from missing_inputs(loss, recipe.provided_inputs, "recipe")
+    if recipe.rollout.student_fraction < 1 and loss.reads_sampler:
+        others = "teacher's answers" if recipe.rollout.teacher_samples else "data's solutions"
+        yield (
+            f"[loss] type = {loss.type!r} reads the sampler's probabilities, and the "
+            f"{others} have none: with rollout.student_fraction below 1 use a loss on a "
+            "support, such as generalized_jsd (self_distillation with max_ratio = 'off'), or "
+            "sft; in a sum, for every channel"
+        )
+
+
+@rule()
+def of_balance(recipe: Recipe) -> Iterator[str]:
+    """It is of the whole loss, and names what trains."""
+    for section, (_, needs) in recipe.loss.needs_by_section().items():
+        if "balance" in needs and section != "loss":
+            yield (
+                f"[{section}.balance]: a step has one balance for all of its losses: move it "
+                "to [loss.balance]"
+            )
+    balance = recipe.loss.balance
+    if balance is None:
+        return
+    trained = [name for name, source in recipe.sources.items() if source.trains]
+    if others := sorted(balance.weights.keys() - set(trained)):
+        yield (
+            f"loss.balance.weights names {', '.join(others)}, and the environments that train "
+            f"are {', '.join(trained)}: name one of these"
+        )
+    if len(trained) == 1 and balance.by != "sequence":
+        yield (
+            f"loss.balance.by = {balance.by!r} changes nothing with a single environment: add "
+            "a second [environments.*], or set by = 'sequence'"
+        )
+
+
+@rule(
+    {
+        "`lora`, `quantize`": "`quantize` in `[student.prepare]`",
+        "`student.lora.start`, `[reference] start = true`": "a merged model in `reference.model`",
+        "`base = true`, `policy.update = 'base'` or `checkpoint.merge` without `[student.lora]`": (
+            "`[student.lora]`"
+        ),
+    }
+)
+def of_adapter(recipe: Recipe) -> Iterator[str]:
+    student, reference = recipe.student, recipe.reference
+    if student.lora is not None:
+        if student.quantize is not None:
+            yield (
+                "`lora` leaves the student's weights as they are, and `quantize` rounds them after "
+                "every step: keep one of them. An adapter on a rounded model has its `quantize` in "
+                "[student.prepare]"
+            )
+        if student.lora.start is not None and reference is not None and reference.start:
+            yield (
+                "[reference] start = true opens the student's weights as they are stored, and "
+                "student.lora.start puts an adapter on them before the first step: name a merged "
+                "model in reference.model"
+            )
+        return
+    for table, teacher in recipe.teacher_tables.items():
+        updates = teacher.policy is not None and teacher.policy.update == "base"
+        if teacher.base or updates:
+            key = f"{table}.base = true" if teacher.base else f"{table}.policy.update = 'base'"
+            yield (
+                f"{key} is the student with its adapter switched off, and this one has none, so "
+                "that its own weights move: add [student.lora], or name a model"
+            )
+    if recipe.checkpoint.merge:
+        yield (
+            "checkpoint.merge = true merges the student's adapter into its weights, and it has "
+            "none: add [student.lora], or leave merge out"
+        )
+
+
+@rule({"`other_source = 'teacher'`, `[teacher.policy]` or `on_overflow`": "`'error'`"})
+def of_sampling_teachers(recipe: Recipe) -> Iterator[str]:
+    if not recipe.rollout.teacher_samples:
+        return
+    if not recipe.teacher_tables:
+        yield "rollout.other_source = 'teacher': there is none; add a [teacher] table"
+    for table, teacher in recipe.teacher_tables.items():
+        if teacher.policy is not None:
+            yield (
+                "rollout.other_source = 'teacher': [teacher.policy] is the student with a hint, "
+                "which samples no answers; name a teacher of its own"
+            )
+        if teacher.on_overflow != "error":
+            yield (
+                f"{table}.on_overflow = {teacher.on_overflow!r}: a teacher that samples "
+                "(rollout.other_source = 'teacher') needs room for every prompt with a full "
+                "answer; set it to 'error'"
+            )
+
+
+@rule(
+    {
+        '`tokenizer = "own"`, `k = "full"` or `kl_support = "full"`': "a number",
+        '`tokenizer = "own"`, `chosen_by = "student"`': '`chosen_by = "teacher"`',
+        '`tokenizer = "own"`, a mixture of teachers': "one teacher by environment, `data.teacher`",
+        '`tokenizer = "own"`, `[teacher.policy]` or `[reference]`': "leave one of them out",
+    }
+)
+def of_own_tokenizers(recipe: Recipe) -> Iterator[str]:
+    tables = {name: one for name, one in recipe.teacher_tables.items() if one.tokenizer == "own"}
+    if not tables:
+        return
+    for table, teacher in tables.items():
+        if teacher.policy is not None:
+            yield (
+                f'[{table}] tokenizer = "own": [{table}.policy] is the student itself; leave '
+                "tokenizer out"
+            )
+    loss, own = recipe.loss, f'[{next(iter(tables))}] tokenizer = "own"'
+    size, by_student = loss.asked_of_teacher
+    if size == "full" or loss.reads_hidden_states:
+        yield (
+            f'[loss] type = {loss.type!r}, k = "full": a whole vocabulary has ids that one pass of '
+            f"the teacher does not resolve, and {own}; set k to a number"
+        )
+    if by_student:
+        yield (
+            f'[loss] type = {loss.type!r}, chosen_by = "student": with {own} the ids are chosen '
+            'among those that are resolved; set chosen_by = "teacher"'
+        )
+    if recipe.eval.kl_support == "full":
+        yield (
+            f'eval.kl_support = "full" needs every id of the vocabulary, and {own} does not '
+            "resolve all; set it to a number"
+        )
+    if any(map(recipe.mixes, recipe.sources.values())):
+        yield (
+            f"{own}: its unresolved ids are missing from a mixture; route each environment to one "
+            "teacher (data.teacher)"
+        )
+    if recipe.reference is not None:
+        yield f"{own} does not go with [reference]; leave one of them out"
+
+
+@rule(
+    {
+        "`[teacher.prompt]`, `[teacher.policy]`": "one of them",
+        "`[teacher.prompt] prompt_template`, `environments` by id": "leave it out",
+    }
+)
+def of_own_prompts(recipe: Recipe) -> Iterator[str]:
+    for table, teacher in recipe.scorer_tables.items():
+        if teacher.prompt is None:
             continue
-        other = tables.setdefault(teacher.tape, table)
-        if other != table:
-            raise ValueError(
+        if teacher.policy is not None:
+            yield (
+                f"[{table}.prompt]: [{table}.policy] writes the teacher's prompt, from a hint; "
+                "leave one of them out"
+            )
+        for source, data in recipe.source_tables.items():
+            if isinstance(data, DataConfig):
+                try:
+                    teacher.prompt.of(data)
+                except ValidationError as error:
+                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    yield f"[{table}.prompt]: {reason}"
+                continue
+            plain = teacher.prompt.chat_template is False
+            if plain or teacher.prompt.prompt_template is not None:
+                key = "chat_template = false" if plain else "prompt_template"
+                yield (
+                    f"[{table}.prompt] {key}: [{source}] has an id, and messages of its own, "
+                    "which go through a chat template: leave it out"
+                )
+
+
+@rule({"`tape` of two tables": "a folder for each"})
+def of_tapes(recipe: Recipe) -> Iterator[str]:
+    tapes: dict[object, str] = {}
+    for table, scorer in recipe.scorer_tables.items():
+        if scorer.tape is not None and (other := tapes.setdefault(scorer.tape, table)) != table:
+            yield (
                 f"[{other}] and [{table}] have the same tape, and a tape has one teacher: name a "
                 "folder for each"
             )
 
 
-def check_ahead(ahead: int, sampler: str, teachers: Mapping[str, TeacherConfig]) -> None:
-    """Refuse batches ahead of their steps where training and sampling or scoring take turns."""
-    if not ahead:
+@rule(
+    {
+        "`rollout.ahead`, a sampler or teacher that takes turns with training": (
+            "a server in `rollout.url`, `teacher.url`"
+        )
+    }
+)
+def of_ahead(recipe: Recipe) -> Iterator[str]:
+    sampler = recipe.rollout.backend
+    if not recipe.rollout.ahead:
         return
-    key = f"rollout.ahead = {ahead}"
+    key = f"rollout.ahead = {recipe.rollout.ahead}"
     if not backend_of(sampler).serves:
-        raise ValueError(
+        yield (
             f"{key} samples while the student trains, and rollout.backend = {sampler!r} is a part "
             "of the process that trains, and takes turns with it: start a server of the student "
             "and name it in rollout.url (backend = 'server'), or leave ahead out"
         )
-    for table, teacher in teachers.items():
-        if teacher.policy is not None:
-            raise ValueError(
+    for table, scorer in recipe.scorer_tables.items():
+        if scorer.policy is not None:
+            yield (
                 f"{key} scores while the student trains, and [{table}.policy] is the student, "
                 "whose weights change meanwhile: name a teacher of its own, or leave ahead out"
             )
-        if not teacher.tape_only and not backend_of(teacher.runs_on(sampler)).any_thread:
-            raise ValueError(
+        elif not scorer.tape_only and not backend_of(scorer.runs_on(sampler)).any_thread:
+            yield (
                 f"{key} scores in another thread than training, and [{table}] backend = "
-                f"{teacher.backend!r} answers in this process to one thread alone: start its "
+                f"{scorer.backend!r} answers in this process to one thread alone: start its "
                 f"server and name it in {table}.url, or set {table}.backend = 'transformers'"
             )
 
 
-def check_choice_of_teachers(
-    sources: Mapping[str, DataConfig | EnvironmentConfig], teachers: Mapping[str, TeacherConfig]
-) -> None:
-    """Refuse sources, given by table, that name teachers that there are not."""
-    for table, data in sources.items():
-        named = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
-        by_row = isinstance(data, DataConfig) and data.teacher_key is not None
-        if not teachers and (named or by_row):
-            key = "teacher" if named else "teacher_key"
-            raise ValueError(f"{table}.{key} chooses among [teachers.*], and there are none")
-        for teacher in named:
-            if teacher not in teachers:
-                raise ValueError(
-                    f"{table}.teacher names {teacher!r}; [teachers] has {', '.join(teachers)}"
-                )
+@rule(
+    {
+        "`checks.collapse.end`, `[reference]` or a loss without a teacher": (
+            "`checks.collapse.repeated` or `checks.collapse.truncated`"
+        )
+    }
+)
+def of_collapse(recipe: Recipe) -> Iterator[str]:
+    end, without = recipe.checks.collapse.end, None
+    if recipe.reference is not None:
+        without = "the scores of a [reference] are extrapolated, and none of a distribution"
+    elif not recipe.loss.compares_with_teacher:
+        without = f"[loss] type = {recipe.loss.type!r} has no teacher score anything"
+    if end is not None and without is not None:
+        yield (
+            f"checks.collapse.end = {end:g} limits the teacher's probability of the tokens "
+            f"that end the student's answers, and {without}: leave it out, or limit "
+            "checks.collapse.repeated or checks.collapse.truncated"
+        )
 
 
-def check_sampling_teachers(teachers: Mapping[str, TeacherConfig]) -> None:
-    """Refuse teachers, given by table, that cannot write what the student does not."""
-    if not teachers:
-        raise ValueError("rollout.other_source = 'teacher': there is none; add a [teacher] table")
-    for table, teacher in teachers.items():
-        if teacher.policy is not None:
-            raise ValueError(
-                "rollout.other_source = 'teacher': [teacher.policy] is the student with a hint, "
-                "which samples no answers; name a teacher of its own"
-            )
-        if teacher.on_overflow != "error":
-            raise ValueError(
-                f"{table}.on_overflow = {teacher.on_overflow!r}: a teacher that samples "
-                "(rollout.other_source) needs room for every prompt with a full answer; set "
-                "it to 'error'"
-            )
-
-
-def check_reference_model(
-    reference: ReferenceConfig, student: StudentConfig, teachers: Mapping[str, TeacherConfig]
-) -> None:
-    """Refuse a reference without a teacher to extrapolate, or which is the same model."""
+@rule(
+    {
+        "`[reference]` without a `[teacher]` of its own, or of its model": "a third model",
+        "`[reference] start = true`, `student.quantize`": "the same in `[student.prepare]`",
+        "`[reference]`, a loss that reads more than the sampled token": "`sampled_reverse_kl`",
+    }
+)
+def of_reference(recipe: Recipe) -> Iterator[str]:
+    reference, student, loss = recipe.reference, recipe.student, recipe.loss
+    if reference is None:
+        return
     models = {
         table: teacher.resolved(student)
-        for table, teacher in teachers.items()
+        for table, teacher in recipe.teacher_tables.items()
         if teacher.policy is None
     }
     if not models:
-        raise ValueError(
+        yield (
             "[reference] extrapolates a teacher that is a model of its own: add a [teacher] "
             "with model, prepare or url"
         )
     if reference.start and (quantize := student.quantize) is not None:
         prepared = getattr(student.prepare, "quantize", None)
         if prepared is None or dict(prepared) != dict(quantize):
-            raise ValueError(
+            yield (
                 "[reference] start = true opens the student's weights as they are stored, and "
                 "student.quantize rounds them before the first step: round them in "
                 "[student.prepare] too, with the same `quantize`"
             )
-    resolved = reference.resolved(student)
     for table, teacher in models.items():
-        if resolved.is_model_of(teacher):
-            raise ValueError(
+        if reference.resolved(student).is_model_of(teacher):
+            yield (
                 f"[reference] is the model of [{table}], and lambda log q + (1 - lambda) log q "
                 "is log q for every lambda: name the teacher's base or a third model, set "
                 "start = true, or leave [reference] out"
             )
-
-
-def check_own_tokenizers(
-    teachers: Mapping[str, TeacherConfig],
-    loss: LossConfig,
-    *,
-    mixed: bool,
-    has_reference: bool,
-    kl_support: Any,
-) -> None:
-    """Refuse what a teacher with a tokenizer of its own cannot give."""
-    tables = [table for table, one in teachers.items() if one.tokenizer == "own"]
-    if not tables:
-        return
-    for table in tables:
-        if teachers[table].policy is not None:
-            raise ValueError(
-                f'[{table}] tokenizer = "own": [{table}.policy] is the student itself; leave '
-                "tokenizer out"
+    able = " or ".join(repr(name) for name, one in LOSS_TYPES.items() if one.takes_reference)
+    if not loss.compares_with_teacher:
+        yield f"[reference] goes with a loss of type {able}"
+    for section, (part, needs) in loss.needs_by_section().items():
+        read = needs & OF_TEACHER
+        if read and (not part.takes_reference or read != {"ref_logprobs"}):
+            yield (
+                f"[reference] changes the teacher's log-prob of the sampled token, which is "
+                f"then none of a distribution, and [{section}] type = {part.type!r} reads more "
+                f"than that: use type = {able} without a baseline"
             )
-    own = f'[{tables[0]}] tokenizer = "own"'
-    size, by_student = loss.asked_of_teacher
-    if size == "full" or loss.reads_hidden_states:
-        raise ValueError(
-            f'[loss] type = {loss.type!r}, k = "full": a whole vocabulary has ids that one pass of '
-            f"the teacher does not resolve, and {own}; set k to a number"
-        )
-    if by_student:
-        raise ValueError(
-            f'[loss] type = {loss.type!r}, chosen_by = "student": with {own} the ids are chosen '
-            'among those that are resolved; set chosen_by = "teacher"'
-        )
-    if kl_support == "full":
-        raise ValueError(
-            f'eval.kl_support = "full" needs every id of the vocabulary, and {own} does not '
-            "resolve all; set it to a number"
-        )
-    if mixed:
-        raise ValueError(
-            f"{own}: its unresolved ids are missing from a mixture; route each environment to one "
-            "teacher (data.teacher)"
-        )
-    if has_reference:
-        raise ValueError(f"{own} does not go with [reference]; leave one of them out")
 
 
-def check_own_prompts(
-    teachers: Mapping[str, TeacherConfig], sources: Mapping[str, DataConfig | EnvironmentConfig]
-) -> None:
-    """Refuse prompts of teachers, both given by table, that cannot be written."""
-    for table, teacher in teachers.items():
-        if teacher.prompt is None:
-            continue
-        if teacher.policy is not None:
-            raise ValueError(
-                f"[{table}.prompt]: [{table}.policy] writes the teacher's prompt, from a hint; "
-                "leave one of them out"
-            )
-        for source, data in sources.items():
-            if not isinstance(data, DataConfig):
-                plain = teacher.prompt.chat_template is False
-                if plain or teacher.prompt.prompt_template is not None:
-                    key = "chat_template = false" if plain else "prompt_template"
-                    raise ValueError(
-                        f"[{table}.prompt] {key}: [{source}] has an id, and messages of its own, "
-                        "which go through a chat template: leave it out"
-                    )
-            else:
-                try:
-                    teacher.prompt.of(data)
-                except ValidationError as error:
-                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-                    raise ValueError(f"[{table}.prompt]: {reason}") from None
-
-
-def check_hint(policy: PolicyTeacherConfig, group_size: int, loss: LossConfig) -> None:
-    """Refuse a hint that a group does not have, or that leaves out what the loss needs."""
-    if policy.hint != "sibling":
+@rule({"`hint = 'sibling'`, a loss that reads rewards": "`'reference'` or `'feedback'`"})
+def of_hints(recipe: Recipe) -> Iterator[str]:
+    if recipe.policy_teacher is None or recipe.policy_teacher.hint != "sibling":
         return
-    if group_size < 2:
-        raise ValueError(
+    if recipe.rollout.group_size < 2:
+        yield (
             "teacher.policy.hint = 'sibling' compares a group: set rollout.group_size to 2 or more"
         )
-    for section, (part, needs) in loss.needs_by_section().items():
+    for section, (part, needs) in recipe.loss.needs_by_section().items():
         if "advantages" in needs:
-            raise ValueError(
+            yield (
                 f"[{section}] type = {part.type!r} needs the advantages of whole groups, and "
                 "teacher.policy.hint = 'sibling' leaves the only correct rollout of a group "
                 "out, so that its wrong ones alone would train: set hint to 'reference' or "
@@ -212,50 +444,170 @@ def check_hint(policy: PolicyTeacherConfig, group_size: int, loss: LossConfig) -
             )
 
 
-def check_adapter(
-    student: StudentConfig,
-    teachers: Mapping[str, TeacherConfig],
-    reference: ReferenceConfig | None,
-    merge: bool,
-) -> None:
-    """Refuse what reads a student's adapter where it has none."""
-    lora = student.lora
-    if lora is not None:
-        if lora.start is not None and reference is not None and reference.start:
-            raise ValueError(
-                "[reference] start = true opens the student's weights as they are stored, and "
-                "student.lora.start puts an adapter on them before the first step: name a merged "
-                "model in reference.model"
-            )
+@rule()
+def of_sizes(recipe: Recipe) -> Iterator[str]:
+    rollout, batch_size = recipe.rollout, recipe.trainer.batch_size
+    if batch_size % rollout.group_size:
+        yield (
+            f"trainer.batch_size = {batch_size} is not a multiple of "
+            f"rollout.group_size = {rollout.group_size}"
+        )
+    if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
+        yield (
+            f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len = {rollout.max_model_len}"
+        )
+
+
+@rule()
+def of_until(recipe: Recipe) -> Iterator[str]:
+    """Some evaluation could bring the end."""
+    until, every, steps = recipe.trainer.until, recipe.eval.every, recipe.trainer.steps
+    if until is None:
         return
-    off = [f"{table}.base = true" for table, teacher in teachers.items() if teacher.base]
-    off += [
-        f"{table}.policy.update = 'base'"
-        for table, teacher in teachers.items()
-        if teacher.policy is not None and teacher.policy.update == "base"
-    ]
-    if off:
-        raise ValueError(
-            f"{off[0]} is the student with its adapter switched off, and this one has none, so "
-            "that its own weights move: add [student.lora], or name a model"
+    if every == 0:
+        yield (
+            "trainer.until is decided by evaluations, and eval.every = 0 has none between the "
+            "first step and the last: set eval.every"
         )
-    if merge:
-        raise ValueError(
-            "checkpoint.merge = true merges the student's adapter into its weights, and it has "
-            "none: add [student.lora], or leave merge out"
+    measured = comparable_metrics(recipe)
+    if not measured:
+        yield (
+            "trainer.until is decided by evaluations, and with use = 'train' there are none: set "
+            "use = 'both', or leave until out"
+        )
+    if until.metric not in measured:
+        yield (
+            f"trainer.until.metric = {until.metric!r} is not what evaluations of this recipe "
+            f"measure: choose one of {', '.join(measured)}"
+        )
+    if until.plateau * every >= steps:
+        yield (
+            f"trainer.until.plateau = {until.plateau}, with eval.every = {every}, "
+            f"would end nothing before trainer.steps = {steps}: lower plateau or eval.every"
         )
 
 
-def check_reference_loss(loss: LossConfig) -> None:
-    """Refuse a loss that reads more of the teacher than a reference can change."""
-    able = " or ".join(repr(name) for name, one in LOSS_TYPES.items() if one.takes_reference)
-    if not loss.compares_with_teacher:
-        raise ValueError(f"[reference] goes with a loss of type {able}")
-    for section, (part, needs) in loss.needs_by_section().items():
-        read = needs & OF_TEACHER
-        if read and (not part.takes_reference or read != {"ref_logprobs"}):
-            raise ValueError(
-                f"[reference] changes the teacher's log-prob of the sampled token, which is "
-                f"then none of a distribution, and [{section}] type = {part.type!r} reads more "
-                f"than that: use type = {able} without a baseline"
+def comparable_metrics(recipe: Recipe) -> list[str]:
+    """Return what an evaluation measures of which more or less is better: scores, KLs, cuts."""
+    metrics: dict[str, None] = {}
+    has_kl = recipe.asks_teacher and recipe.policy_teacher is None and recipe.eval.kl_size
+    evaluated = {name: source for name, source in recipe.sources.items() if source.evaluates}
+    for name, source in evaluated.items():
+        own = ["eval/accuracy"]
+        if isinstance(source, DataConfig):
+            own = [f"eval/{source.score_name}"] if source.scored else []
+        own += ["eval/reverse_kl"] if has_kl else []
+        metrics |= dict.fromkeys(own)
+        if len(recipe.sources) > 1:
+            metrics |= dict.fromkeys(f"{metric}/{name}" for metric in own)
+    more = ["eval/forward_kl"] if "eval/reverse_kl" in metrics else []
+    return [*metrics, *more, "eval/truncated"] if evaluated else []
+
+
+@rule(
+    {
+        "`[diloco]`, what one run decides: `[trainer.until]`, `rollout.ahead`, `[replay]`, `tape`, "
+        "a `[teacher.policy]` that moves": "leave one out; `tape_only`, `update = 'live'`",
+        "`[diloco]`, weights that have no mean: `student.lora`, `student.quantize`": (
+            "leave one out"
+        ),
+        "`[diloco]`, `checkpoint.keep = 1`": "at least 2",
+    }
+)
+def of_islands(recipe: Recipe) -> Iterator[str]:
+    islands, policy = recipe.diloco, recipe.policy_teacher
+    if islands is None:
+        return
+    leave_out = ", or leave [diloco] out"
+    if policy is not None and policy.update != "live":
+        yield (
+            "[diloco] and [teacher.policy] moves with the policy of each island, and the islands "
+            f"would have different teachers: set teacher.policy.update = 'live'{leave_out}"
+        )
+    if recipe.student.quantize is not None:
+        yield (
+            "[diloco] and student.quantize trains latent weights, and the mean of rounded weights "
+            f"is not rounded: leave student.quantize out{leave_out}"
+        )
+    if recipe.student.lora is not None:
+        yield (
+            "[diloco] and student.lora trains the factors of a product, and the product of their "
+            f"means is not the mean of the products: leave student.lora out{leave_out}"
+        )
+    if recipe.loss.reads_pairs:
+        yield (
+            "[diloco] and [replay] pairs would be those of an undivided run on every island: leave "
+            f"the replay channel out of [loss]{leave_out}"
+        )
+    if recipe.trainer.until is not None:
+        yield (
+            "[diloco] and [trainer.until] is decided by evaluations, which island 0 alone has: "
+            f"leave [trainer.until] out{leave_out}"
+        )
+    if recipe.rollout.ahead:
+        yield (
+            "[diloco] and rollout.ahead samples by weights that an island may have to take back: "
+            f"leave rollout.ahead out{leave_out}"
+        )
+    if any(one.tape is not None and not one.tape_only for one in recipe.scorer_tables.values()):
+        yield (
+            "[diloco] and a tape is written by one run: leave `tape` out, or let the tape answer "
+            "alone with tape_only = true"
+        )
+    if recipe.checkpoint.keep == 1:
+        yield (
+            "[diloco] and checkpoint.keep = 1: islands may be one checkpoint apart when they are "
+            "killed, and would have none in common: set checkpoint.keep to at least 2"
+        )
+    for key, steps in (
+        ("trainer.steps", recipe.trainer.steps),
+        ("eval.every", recipe.eval.every),
+        ("checkpoint.every", recipe.checkpoint.every),
+    ):
+        if steps % islands.every:
+            larger = steps + islands.every - steps % islands.every
+            yield (
+                f"{key} = {steps} is no multiple of diloco.every = {islands.every}, and only outer "
+                f"steps are evaluated and saved: the next one is {larger}"
             )
+
+
+@rule(
+    {
+        'a graded metric, `hint = "feedback"` or `replay.source = "rollouts"`': '`"exact"`',
+        '`metric = "none"`, a loss or hint that reads rewards': 'another metric, `"contains"`',
+    }
+)
+def of_rewards(recipe: Recipe) -> Iterator[str]:
+    """What reads rewards has some, and what reads right and wrong no other value."""
+    policy, pairs = recipe.policy_teacher, recipe.loss.reads_pairs
+    trained = {
+        name: data for name, data in recipe.source_tables.items()
+        if isinstance(data, DataConfig) and data.trains
+    }  # fmt: skip
+    hint = None if policy is None else f'teacher.policy.hint = "{policy.hint}"'
+    by_pairs = (
+        'replay.source = "rollouts"' if pairs and recipe.replay.source == "rollouts" else None
+    )
+    by_loss = f'[loss] type = "{recipe.loss.type}"' if "advantages" in recipe.loss.needs else None
+    of_verdicts = hint if policy is not None and policy.hint != "reference" else by_pairs
+    for table, data in trained.items():
+        if of_verdicts and data.graded:
+            yield (
+                f"{of_verdicts} needs answers that are right or wrong, and {table}"
+                f'.metric = "{data.metric}" gives any value from 0 to 1: set it to "exact" or a '
+                "math metric"
+            )
+    for table, data in trained.items():
+        if (reader := hint or by_loss or by_pairs) and not data.scored:
+            yield (
+                f"{reader} needs answers or their rewards, and {table}"
+                '.metric = "none" grades nothing: choose another metric, such as "contains"'
+            )
+
+
+def pairs_table() -> str:
+    """Return the guide's table of refused pairs."""
+    rows = [f"| {refused} | {instead} |" for refused, instead in PAIRS.items()]
+    return "\n".join(["| refused | instead |", "|---|---|", *rows]) + "\n"

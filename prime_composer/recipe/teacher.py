@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig
 from prime_composer.recipe.backends import ScorerName, Served, backend_of
-from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, uncarried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
 from prime_composer.tables import MOST_STEPS, Table
 
@@ -19,7 +19,7 @@ HINT_TEMPLATES = {
 """The hint-conditioned teacher's question, by the kind of hint."""
 
 
-ON_ONE_MACHINE = not_carried("prime-rl's processes ask the teacher's server for every rollout")
+ON_ONE_MACHINE = uncarried("prime-rl's processes ask the teacher's server for every rollout")
 """Mark of a tape's keys."""
 
 
@@ -122,7 +122,7 @@ class TeacherConfig(Served, ModelConfig):
 
     backend: ScorerName | None = Field(
         default=None,
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "prime-rl asks a server, which is yours to start", harmless=("server",)
         ),
     )
@@ -136,7 +136,7 @@ class TeacherConfig(Served, ModelConfig):
 
     head: Path | None = Field(
         default=None,
-        json_schema_extra=not_carried("inside prime-rl the server gives its own head"),
+        json_schema_extra=uncarried("inside prime-rl the server gives its own head"),
     )
     """Directory of a checkpoint whose output head is read instead of that of the server at `url`,
     for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
@@ -156,7 +156,7 @@ class TeacherConfig(Served, ModelConfig):
 
     on_overflow: Literal["error", "score_head", "drop"] = Field(
         default="error",
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "prime-rl ends its run on a sequence that its teacher refuses", ("error",)
         ),
     )
@@ -178,7 +178,7 @@ class TeacherConfig(Served, ModelConfig):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        json_schema_extra=not_carried("the teacher's server is yours to start"),
+        json_schema_extra=uncarried("the teacher's server is yours to start"),
     )
     """Number format of the teacher's weights and logits. Unset: the trainer's dtype."""
 
@@ -186,7 +186,7 @@ class TeacherConfig(Served, ModelConfig):
         default=0.3,
         gt=0,
         le=1,
-        json_schema_extra=not_carried("the teacher's server is yours to start"),
+        json_schema_extra=uncarried("the teacher's server is yours to start"),
     )
     """Share of the GPU's memory for the teacher's engine."""
 

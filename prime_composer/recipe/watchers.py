@@ -1,16 +1,15 @@
 """Define the tables of what watches a run: evaluation, logging, checkpoints and checks."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from prime_composer.losses import LossConfig
-from prime_composer.recipe.carried import CARRIED, not_carried
+from prime_composer.recipe.carried import CARRIED, uncarried
 from prime_composer.tables import LARGEST_BATCH, MOST_STEPS, Table
 
-ALL_STEPS = not_carried("prime-rl trains all steps of a run")
+ALL_STEPS = uncarried("prime-rl trains all steps of a run")
 
 
 class EvalConfig(Table):
@@ -26,12 +25,12 @@ class EvalConfig(Table):
         default=64,
         ge=0,
         le=LARGEST_BATCH,
-        json_schema_extra=not_carried("prime-rl evaluates accuracy alone", harmless=(0,)),
+        json_schema_extra=uncarried("prime-rl evaluates accuracy alone", harmless=(0,)),
     )
     """Held-out problems whose rollouts measure the reverse KL. 0: none."""
 
     kl_support: PositiveInt | Literal["full", "auto"] = Field(
-        default="auto", json_schema_extra=not_carried("prime-rl evaluates accuracy alone")
+        default="auto", json_schema_extra=uncarried("prime-rl evaluates accuracy alone")
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
     64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
@@ -88,34 +87,6 @@ class UntilConfig(Table):
         )
 
 
-def check_until(
-    until: UntilConfig | None, evaluation: EvalConfig, steps: int, measured: Sequence[str]
-) -> None:
-    """Refuse an end that no evaluation could bring."""
-    if until is None:
-        return
-    if evaluation.every == 0:
-        raise ValueError(
-            "trainer.until is decided by evaluations, and eval.every = 0 has none between the "
-            "first step and the last: set eval.every"
-        )
-    if not measured:
-        raise ValueError(
-            "trainer.until is decided by evaluations, and with use = 'train' there are none: set "
-            "use = 'both', or leave until out"
-        )
-    if until.metric not in measured:
-        raise ValueError(
-            f"trainer.until.metric = {until.metric!r} is not what evaluations of this recipe "
-            f"measure: choose one of {', '.join(measured)}"
-        )
-    if until.plateau * evaluation.every >= steps:
-        raise ValueError(
-            f"trainer.until.plateau = {until.plateau}, with eval.every = {evaluation.every}, "
-            f"would end nothing before trainer.steps = {steps}: lower plateau or eval.every"
-        )
-
-
 def check_measured(until: UntilConfig | None, measured: Collection[str]) -> None:
     """Refuse an end by a metric that the first evaluation lacks."""
     if until is not None and until.metric not in measured:
@@ -141,7 +112,7 @@ class LoggingConfig(Table):
 
     tensorboard: bool = Field(
         default=True,
-        json_schema_extra=not_carried("prime-rl writes no TensorBoard files", harmless=(False,)),
+        json_schema_extra=uncarried("prime-rl writes no TensorBoard files", harmless=(False,)),
     )
     """Also write TensorBoard event files."""
 
@@ -160,7 +131,7 @@ class CheckpointConfig(Table):
 
     merge: bool = Field(
         default=False,
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "prime-rl writes the adapter",
             harmless=(False,),
         ),
@@ -169,7 +140,7 @@ class CheckpointConfig(Table):
     in float32, and the adapter is in its folder `adapter`. Unset: it is the adapter's directory."""
 
 
-LOGS_ALONE = not_carried("prime-rl logs lengths and entropy")
+LOGS_ALONE = uncarried("prime-rl logs lengths and entropy")
 
 
 class CollapseConfig(Table):
@@ -206,23 +177,6 @@ class CollapseConfig(Table):
     answers (`rollout/end_teacher`). With a [reference] there is no such number, and no limit."""
 
 
-def check_end(config: CollapseConfig, loss: LossConfig, has_reference: bool) -> None:
-    """Refuse a limit of ``end`` where no step has a teacher's probability of an end."""
-    if config.end is None:
-        return
-    without = None
-    if has_reference:
-        without = "the scores of a [reference] are extrapolated, and none of a distribution"
-    elif not loss.compares_with_teacher:
-        without = f"[loss] type = {loss.type!r} has no teacher score anything"
-    if without is not None:
-        raise ValueError(
-            f"checks.collapse.end = {config.end:g} limits the teacher's probability of the tokens "
-            f"that end the student's answers, and {without}: leave it out, or limit "
-            "checks.collapse.repeated or checks.collapse.truncated"
-        )
-
-
 class ChecksConfig(Table):
     """Checks during a run that teachers and sampler still compute what they did at its start."""
 
@@ -230,7 +184,7 @@ class ChecksConfig(Table):
         default=10,
         ge=0,
         le=MOST_STEPS,
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "inside prime-rl a teacher is asked again every 256 requests; of the sampler "
             "prime-rl's trainer has a metric, mismatch_kl"
         ),
@@ -244,7 +198,7 @@ class ChecksConfig(Table):
     tolerance: float | None = Field(
         default=None,
         gt=0,
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,)
         ),
     )
@@ -255,7 +209,7 @@ class ChecksConfig(Table):
     mismatch: float | None = Field(
         default=None,
         gt=0,
-        json_schema_extra=not_carried(
+        json_schema_extra=uncarried(
             "prime-rl's trainer has a metric of its own, mismatch_kl", harmless=(None,)
         ),
     )

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from prime_composer.losses import LOSS_TYPES, LossConfig, parse_loss, require
+from prime_composer.losses import LOSS_TYPES, LossConfig, parse_loss, require_inputs
 from prime_composer.losses.needs import PROVIDERS
 from prime_composer.recipe import RecipeError, load_recipe
 
@@ -50,7 +50,7 @@ def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None)
                 f"[{section}] type = {name!r} on the student's own samples has an expected "
                 "gradient of 0: leave it out, or train on given answers with trl's SFTTrainer."
             )
-    require(config, AVAILABLE, "trl")
+    require_inputs(config, AVAILABLE, "trl")
     if not config.compares_with_teacher:
         raise ValueError(
             f"[loss] type = {config.type!r} reads no teacher, and {PROVIDER} has no other signal. "

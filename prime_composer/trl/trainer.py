@@ -17,7 +17,7 @@ from prime_composer.backends.transformers import fix_frequencies
 from prime_composer.contract import Scores
 from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
-from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.problems.config import Problem
 from prime_composer.step.batch import Sample
 from prime_composer.step.gradients import (
@@ -88,7 +88,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         with _in_eval_mode(student):
             check_plain_head(student)
         fix_frequencies(student, getattr(self.args, "vllm_max_model_length", None))
-        config = self.loss_config = resolve(config, self.processing_class)
+        config = self.loss_config = with_token_ids(config, self.processing_class)
         self.loss_fn = setup_loss_fn(config)
         self.scorer = open_teacher(teacher_model, self.args, self.accelerator.device, logger.info)
         assert teacher_model is not None

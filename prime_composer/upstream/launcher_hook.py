@@ -176,7 +176,7 @@ def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict
         return table
     from transformers import AutoTokenizer
 
-    from prime_composer.losses.shared.modifiers import resolve as with_ids
+    from prime_composer.losses.shared.modifiers import with_token_ids
 
-    resolved = with_ids(loss_config, AutoTokenizer.from_pretrained(model))
+    resolved = with_token_ids(loss_config, AutoTokenizer.from_pretrained(model))
     return {"type": resolved.type, **resolved.model_dump(mode="json", exclude_unset=True)}

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_composer.extras import requirement
-from prime_composer.losses import LossConfig, require
+from prime_composer.losses import LossConfig
+from prime_composer.losses.needs import missing_inputs
 from prime_composer.upstream.versions.records import LOSS_V0_7
 from prime_composer.upstream.versions.toml_shapes import at
 
@@ -63,10 +64,8 @@ def refuse(run: LaunchedRun) -> None:
 
 def inputs(run: LaunchedRun) -> Iterator[str]:
     """A loss may read what no version of prime-rl has."""
-    try:
-        require(run.loss, LOSS_V0_7.provides(run.loss, adapter=True), "prime_rl", run.section)
-    except ValueError as error:
-        yield str(error)
+    provided = LOSS_V0_7.provides(run.loss, adapter=True)
+    yield from missing_inputs(run.loss, provided, "prime_rl", run.section)
 
 
 def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.losses import LOSS_TYPES, require, setup_loss_fn
+from prime_composer.losses import LOSS_TYPES, require_inputs, setup_loss_fn
 
 compose = LOSS_TYPES["compose"]
 
@@ -105,7 +105,7 @@ def test_a_missing_input_names_the_recipe_key_of_its_channel(missing, message):
         loss(dataclasses.replace(inputs_of(), **{missing: None}))
     with pytest.raises(ValueError, match=message):
         config = compose(**CHANNELS)
-        require(config, config.needs - {missing}, "call")
+        require_inputs(config, config.needs - {missing}, "call")
 
 
 def test_a_missing_input_of_pairs_names_the_replay_channel():

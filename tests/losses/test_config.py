@@ -1,26 +1,34 @@
-"""Configs and bound losses: needs, supports, metric types, and what a class may not do."""
+"""Configs and objectives: needs, supports, metric types, and what a class may not do."""
 
+import dataclasses
+import itertools
+import re
+import types
+import typing
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
-from prime_composer.contract import Count, LossOutputs, PairMean, given
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.losses import (
+    LOSS_FNS,
     LOSS_TYPES,
-    BoundLoss,
     LossConfig,
-    Objective,
-    SupportLossConfig,
     SupportRequest,
-    WeightedSum,
     parse_loss,
-    require,
+    require_inputs,
     setup_loss_fn,
-    unmet,
 )
+from prime_composer.losses.needs import NEEDS, PROVIDERS, Host
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.trl.objective import AVAILABLE, read_loss
+from prime_composer.upstream.versions.records import LOSS_V0_6, LOSS_V0_7
 from tests.builders import packed_inputs
 
+PACKAGE = Path(__file__).parents[2] / "prime_composer"
 COMPOSED = {
     "type": "compose",
     "rl": {"weight": 0},
@@ -32,31 +40,52 @@ COMPOSED = {
 }
 
 
-def test_overriding_needs_is_refused_and_names_own_needs():
-    with pytest.raises(TypeError, match="Wrong overrides `needs`.*Override `own_needs`"):
-
-        class Wrong(LossConfig):
-            type: str = "wrong"
-
-            @property
-            def needs(self):
-                return frozenset()
-
-    with pytest.raises(TypeError, match="Field overrides `needs`"):
-
-        class Field(LossConfig):
-            type: str = "field"
-            needs: frozenset = frozenset()
+# What a class may not do.
 
 
-def test_a_need_that_does_not_exist_is_refused():
-    with pytest.raises(
-        TypeError, match="names ref_logprob; a loss may need: ref_logprobs, support"
-    ):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"needs": property(lambda self: frozenset())}, "overrides `needs`.*`own_needs`"),
+        ({"__annotations__": {"needs": frozenset}}, "overrides `needs`.*`own_needs`"),
+        (
+            {"needs_inputs": frozenset({"planted"})},
+            r"names planted; a loss may need: ref_logprobs, support.*losses\.needs\.NEEDS",
+        ),
+        ({"needs_inputs": frozenset({"support"})}, "needs the support.*SupportLossConfig"),
+    ],
+)
+def test_class_that_says_its_needs_wrong_is_refused(body, message):
+    with pytest.raises(TypeError, match=f"Wrong.*{message}"):
+        types.new_class("Wrong", (LossConfig,), exec_body=lambda namespace: namespace.update(body))
 
-        class Wrong(LossConfig):
-            type: str = "wrong"
-            needs_inputs = frozenset({"ref_logprob"})
+
+def test_need_that_a_knob_names_wrong_is_refused_when_it_is_read():
+    class Sometimes(LossConfig):
+        type: str = "sometimes"
+        need: str
+
+        @property
+        def own_needs(self) -> frozenset[str]:
+            return frozenset({self.need})
+
+    with pytest.raises(ValueError, match="Sometimes needs the support.*SupportLossConfig"):
+        _ = Sometimes(need="support").support_size
+    with pytest.raises(ValueError, match=r"\[loss\] type = 'sometimes' needs planted, which"):
+        require_inputs(Sometimes(need="planted"), set(NEEDS), "recipe")
+
+
+def test_an_input_that_needs_do_not_name_is_noticed(monkeypatch):
+    """A loss function that reads more than its config declares is an error of the loss."""
+    inputs = packed_inputs(LOSS_TYPES["sft"]())
+    inputs.ref_logprobs = None
+    careless = lambda inputs, config: LossOutputs(given(inputs.ref_logprobs).sum(), {})  # noqa: E731
+    monkeypatch.setitem(LOSS_FNS, LOSS_TYPES["sft"], careless)
+    with pytest.raises(AssertionError, match="an input that its needs do not name"):
+        setup_loss_fn(LOSS_TYPES["sft"]())(inputs)
+
+
+# Needs, and who provides them.
 
 
 def test_needs_are_the_losses_own_and_its_modifiers():
@@ -64,9 +93,13 @@ def test_needs_are_the_losses_own_and_its_modifiers():
         type: str = "mine"
         needs_inputs: ClassVar[frozenset[str]] = frozenset({"segment_ids"})
 
-    knobs = {"special_tokens": {"ids": [1]}, "position_weights": {}, "rl_mix": {"kd": 0.5}}
+    knobs = {"special_tokens": {"ids": [1]}, "position_weights": {}, "balance": {}}
     assert Mine().needs == {"segment_ids"}
-    assert Mine(**knobs).needs == {"segment_ids", "token_ids", "ref_logprobs", "advantages"}
+    mixed = Mine(**knobs, rl_mix={"kd": 0.5})
+    own = {"segment_ids", "token_ids", "ref_logprobs", "balance"}
+    assert mixed.needs == own | {"advantages"}
+    sections = {section: needs for section, (_, needs) in mixed.needs_by_section().items()}
+    assert sections == {"loss": own, "loss.rl_mix.loss": {"advantages"}}
 
 
 def test_an_rl_mix_of_a_sum_reads_the_sampler():
@@ -77,25 +110,108 @@ def test_an_rl_mix_of_a_sum_reads_the_sampler():
     assert parse_loss({**table, "rl_mix": {"kd": 0.5}}).reads_sampler
 
 
-def test_unmet_names_section_loss_and_need():
-    config = parse_loss({"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5}})
-    missing = [(m.section, m.loss, m.need) for m in unmet(config, {"token_ids"}, "trainer.loss")]
-    assert missing == [
-        ("trainer.loss", "topk_reverse_kl", "support"),
-        ("trainer.loss.rl_mix.loss", "default", "advantages"),
+TEACHER = {"model": "t"}
+SIBLINGS = {"group_size": 2}
+RECIPES = [
+    {},
+    {"teacher": TEACHER, "rollout": SIBLINGS},
+    {"teacher": {"policy": {"hint": "reference"}}, "rollout": SIBLINGS},
+    {
+        "teacher": TEACHER,
+        "rollout": {"other_source": "teacher", "student_fraction": 0.5},
+        "replay": {"source": "jsonl", "path": "pairs.jsonl"},
+    },
+]
+
+
+def of_recipe(**tables) -> set[str]:
+    raw = {"student": {"model": "s"}, "data": {}, "trainer": {"steps": 1}, "loss": {"type": "sft"}}
+    return parse_recipe({**raw, **tables}).provided_inputs
+
+
+def of_prime_rl() -> list[frozenset[str]]:
+    losses = [parse_loss({"type": name}) for name in ("sampled_reverse_kl", "default")]
+    return [
+        contract.provides(loss, adapter)
+        for contract, loss, adapter in itertools.product(
+            (LOSS_V0_6, LOSS_V0_7), losses, (False, True)
+        )
     ]
-    assert unmet(config, {"support", "advantages"}) == []
 
 
-def test_require_says_who_does_not_provide_it_and_the_remedy():
-    config = parse_loss({"type": "topk_reverse_kl"})
-    with pytest.raises(ValueError) as error:
-        require(config, (), "recipe")
-    assert str(error.value) == (
-        "[loss] type = 'topk_reverse_kl' needs support, which this recipe does not provide. "
-        "Remedy: add a [teacher] table, or several [teachers.*]."
-    )
-    require(config, {"support"}, "recipe")
+PROVIDED = {
+    "call": lambda: [set(), set(NEEDS)],
+    "recipe": lambda: [of_recipe(**tables) for tables in RECIPES],
+    "prime_rl": of_prime_rl,
+    "trl": lambda: [AVAILABLE],
+}
+"""What each host provides, in the cases that differ."""
+
+
+def test_every_optional_input_has_a_row():
+    hints = typing.get_type_hints(LossInputs)
+    optional = {
+        field.name
+        for field in dataclasses.fields(LossInputs)
+        if types.NoneType in typing.get_args(hints[field.name])
+    }
+    assert set(NEEDS) == optional - {"loss_weights", "sampled", "untempered_logprobs"}
+    page = (PACKAGE / "losses/README.md").read_text()
+    assert all(f"`{name}`" in page for name in NEEDS)
+
+
+@pytest.mark.parametrize("host", typing.get_args(Host))
+def test_a_need_has_a_remedy_for_every_host_that_may_lack_it(host, monkeypatch):
+    """The message has it, also that of a need that is a new row and nothing else."""
+    provided = PROVIDED[host]()
+    assert set().union(*provided) <= NEEDS.keys()
+    lacking = NEEDS.keys() - set(NEEDS).intersection(*provided)
+    assert {name for name, remedies in NEEDS.items() if host in remedies} == lacking
+    monkeypatch.setitem(NEEDS, "planted", {host: "Plant it."})
+
+    class Planted(LossConfig):
+        type: str = "planted"
+        needs_inputs: ClassVar[frozenset[str]] = frozenset({"planted"})
+
+    message = f"needs planted, which {PROVIDERS[host]} does not provide. Plant it."
+    with pytest.raises(ValueError, match=rf"\[loss\] type = 'planted' {re.escape(message)}"):
+        require_inputs(Planted(), provided[0] - {"planted"}, host)
+    require_inputs(Planted(), {"planted"}, host)
+
+
+def test_a_loss_from_outside_says_the_same_of_itself():
+    """It takes ``[reference]``, or is refused on the student's own samples, as built-in ones."""
+
+    class Mine(LossConfig):
+        type: str = "mine"
+        needs_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+
+    class Extrapolated(Mine):
+        takes_reference: ClassVar[bool] = True
+
+    class Imitation(Mine):
+        on_given_text: ClassVar[bool] = True
+
+    tables = {"teacher": TEACHER, "reference": {"model": "r"}}
+    assert of_recipe(**tables, loss=Extrapolated()) >= {"ref_logprobs"}
+    with pytest.raises(RecipeError, match="type = 'mine' reads more than that"):
+        of_recipe(**tables, loss=Mine())
+    assert read_loss(Mine()) == Mine()
+    with pytest.raises(ValueError, match="type = 'mine' on the student's own samples"):
+        read_loss(Imitation())
+
+
+def test_rules_read_what_a_loss_says_of_itself():
+    """No module outside losses/ knows a built-in loss by its name."""
+    names = "|".join(name for name in LOSS_TYPES if ":" not in name and name != "default")
+    rule = re.compile(rf'[!=]= "({names})"|"({names})" (not )?in|in \("({names})"')
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if rule.search(line) and "divergence" not in line
+    ]
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -103,21 +219,17 @@ def test_require_says_who_does_not_provide_it_and_the_remedy():
     [
         ({"type": "sft"}, False, None, 0),
         ({"type": "sampled_reverse_kl"}, True, None, 0),
+        ({"type": "topk_forward_kl"}, True, SupportRequest(64), 64),
+        ({"type": "topk_reverse_kl"}, True, SupportRequest(32), 32),
         ({"type": "topk_reverse_kl", "k": 4}, True, SupportRequest(4), 4),
         ({"type": "topk_reverse_kl", "k": "full"}, True, None, 0),
-        ({"type": "adaptive_kl", "k": "full"}, True, None, 0),
         (
             {"type": "self_distillation", "k": 4, "chosen_by": "student"},
             True,
             SupportRequest(4, "student"),
             "full",
         ),
-        (
-            {"type": "self_distillation", "divergence": "sampled_reverse_kl"},
-            True,
-            None,
-            0,
-        ),
+        ({"type": "self_distillation", "divergence": "sampled_reverse_kl"}, True, None, 0),
         (
             {"type": "sampled_reverse_kl", "mode": "signed", "baseline": "topk_kl", "k": 6},
             True,
@@ -134,38 +246,7 @@ def test_a_config_says_which_support_it_reads(table, compares, request_, size):
     assert config.support == request_ and config.support_size == size
 
 
-def test_a_support_without_its_size_is_refused():
-    """At class creation where the class says so, else when the size is read."""
-    with pytest.raises(TypeError, match="Sizeless needs the support.*SupportLossConfig"):
-
-        class Sizeless(LossConfig):
-            type: str = "sizeless"
-            needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
-
-    class Sometimes(LossConfig):
-        type: str = "sometimes"
-
-        @property
-        def own_needs(self) -> frozenset[str]:
-            return frozenset({"support"})
-
-    with pytest.raises(ValueError, match="Sometimes needs the support.*SupportLossConfig"):
-        _ = Sometimes().support_size
-
-
-def test_the_six_support_losses_share_their_knobs():
-    names = [name for name, cls in LOSS_TYPES.items() if issubclass(cls, SupportLossConfig)]
-    assert {
-        "topk_reverse_kl",
-        "topk_forward_kl",
-        "generalized_jsd",
-        "taid",
-        "entropy_aware_opd",
-        "self_distillation",
-    } <= set(names)
-    for name in names:
-        default = LOSS_TYPES[name].model_fields["k"].default
-        assert default == (64 if name == "topk_forward_kl" else 32)
+# Metrics.
 
 
 def test_metric_types_are_plain_tensors_in_arithmetic():
@@ -180,20 +261,14 @@ def test_metric_types_are_plain_tensors_in_arithmetic():
 def test_metrics_of_pairs_are_averaged_by_pairs():
     """All of them within a sum, also what a modifier reports on the pairs' tokens."""
     config = parse_loss(COMPOSED)
-    metrics = setup_loss_fn(config)(packed_inputs(config)).metrics
+    loss = setup_loss_fn(config, "trainer.loss")
+    assert loss.section == "trainer.loss" and not loss.stateful and loss.state_dict() == {}
+    metrics = loss(packed_inputs(config)).metrics
     pairs = {name for name, value in metrics.items() if isinstance(value, PairMean)}
     counts = {name for name, value in metrics.items() if isinstance(value, Count)}
     assert counts == {"compose/replay/pairs"}
     assert pairs | counts == {name for name in metrics if name.startswith("compose/replay/")}
     assert "compose/replay/special_tokens/removed" in pairs
-
-
-def test_both_kinds_of_bound_losses_are_objectives():
-    for table, kind in (({"type": "sft"}, BoundLoss), (COMPOSED, WeightedSum)):
-        loss = setup_loss_fn(parse_loss(table), "trainer.loss")
-        assert isinstance(loss, kind) and isinstance(loss, Objective)
-        assert loss.section == "trainer.loss" and loss.stateful is False
-        assert loss.state_dict() == {}
 
 
 def test_a_sum_of_sums_names_every_metric_once():
@@ -203,15 +278,3 @@ def test_a_sum_of_sums_names_every_metric_once():
     metrics = setup_loss_fn(config)(packed_inputs(config)).metrics
     assert {"compose/a/nll", "compose/a/default/is_masked", "compose/a/loss"} <= metrics.keys()
     assert "compose/rl/is_masked" in metrics
-
-
-def test_an_input_that_needs_do_not_name_is_noticed():
-    """A loss function that reads more than its config declares is an error of the loss."""
-    inputs = packed_inputs(LOSS_TYPES["sft"]())
-    inputs.ref_logprobs = None
-
-    def careless(inputs, config) -> LossOutputs:
-        return LossOutputs(given(inputs.ref_logprobs).sum(), {})
-
-    with pytest.raises(AssertionError, match="an input that its needs do not name"):
-        BoundLoss(LOSS_TYPES["sft"](), careless)(inputs)

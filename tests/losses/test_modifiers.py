@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask, resolve
+from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask, with_token_ids
 
 
 def packed(seed=0, seq=60) -> LossInputs:
@@ -101,25 +101,25 @@ def test_strings_become_ids_in_nested_losses(wrap):
         "type": "topk_reverse_kl",
         "special_tokens": {"strings": ["<think>", "<|im_end|>"], "ids": [3]},
     }
-    config = resolve(LOSS_TYPES["topk_reverse_kl"](**masked), Tokenizer(wrap))
+    config = with_token_ids(LOSS_TYPES["topk_reverse_kl"](**masked), Tokenizer(wrap))
     assert config.special_tokens.ids == (3, 7) and config.special_tokens.strings == ()
     nested = LOSS_TYPES["compose"](
         rl={"loss": {"type": "ipo", "special_tokens": {"strings": ["<think>"]}}},
         distillation={"a": {"weight": 1, "loss": masked}},
     )
-    nested = resolve(nested, Tokenizer(wrap))
+    nested = with_token_ids(nested, Tokenizer(wrap))
     assert nested.rl.loss.special_tokens.ids == (7,)
     assert nested.distillation["a"].loss.special_tokens.ids == (3, 7)
     mixed = LOSS_TYPES["sampled_reverse_kl"](
         rl_mix={"kd": 0.5, "loss": {"type": "default", "special_tokens": {"strings": ["<think>"]}}}
     )
-    assert resolve(mixed, Tokenizer(wrap)).rl_mix.loss.special_tokens.ids == (7,)
+    assert with_token_ids(mixed, Tokenizer(wrap)).rl_mix.loss.special_tokens.ids == (7,)
     assert "token_ids" in mixed.needs
 
 
 def test_what_is_not_one_token_is_refused():
     with pytest.raises(ValueError, match=r"'two words' is 2 tokens \[1, 2\]"):
-        resolve(
+        with_token_ids(
             LOSS_TYPES["topk_reverse_kl"](special_tokens={"strings": ["two words"]}), Tokenizer()
         )
     with pytest.raises(ValidationError, match="names no token"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prime_composer.contract import Logits, LossInputs, StopLogprobs, Support, TwoHeads
 from prime_composer.losses import LOSS_TYPES, LossConfig, setup_loss_fn
-from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.losses.shared.stops import Stops
 from tests.builders import identity_heads
 
@@ -349,10 +349,10 @@ def test_texts_of_stops_become_ids_in_nested_losses() -> None:
     """Of channels and of the loss beside rewards; the ids of all are those to compute."""
     table = {"type": "topk_reverse_kl", "stops": {"ids": [3], "texts": ["<end>", "<im_end>"]}}
     nested = LOSS_TYPES["compose"](distillation={"a": {"weight": 1, "loss": table}})
-    nested = resolve(nested, Tokenizer())
+    nested = with_token_ids(nested, Tokenizer())
     assert nested.distillation["a"].loss.stops == Stops(ids=(3, 7))
     assert nested.stop_ids == (3, 7) and {"stops", "token_ids"} <= nested.needs
-    mixed = resolve(LOSS_TYPES["topk_reverse_kl"](**table, rl_mix={"kd": 0.5}), Tokenizer())
+    mixed = with_token_ids(LOSS_TYPES["topk_reverse_kl"](**table, rl_mix={"kd": 0.5}), Tokenizer())
     assert mixed.stop_ids == (3, 7)
     with pytest.raises(ValueError, match=r"stops\.texts: 'the end' is 2 tokens"):
-        resolve(LOSS_TYPES["topk_reverse_kl"](stops={"texts": ["the end"]}), Tokenizer())
+        with_token_ids(LOSS_TYPES["topk_reverse_kl"](stops={"texts": ["the end"]}), Tokenizer())

@@ -19,9 +19,9 @@ TESTS = {
     "divergences/base.py": ["tests/test_divergences.py"],
     "divergences/kl.py": ["tests/test_divergences.py"],
     "divergences/estimators.py": ["tests/test_divergences.py"],
-    "divergences/alpha_beta.py": ["tests/test_divergences_recent.py"],
-    "divergences/skewed.py": ["tests/test_divergences_recent.py"],
-    "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
+    "divergences/alpha_beta.py": ["tests/test_divergences.py"],
+    "divergences/skewed.py": ["tests/test_divergences.py"],
+    "divergences/adaptive.py": ["tests/test_divergences.py"],
     "lm_head.py": ["tests/test_lm_head.py"],
     "full_vocabulary/blocks.py": ["tests/test_contract.py", "tests/test_full_vocabulary.py"],
     "full_vocabulary/compare.py": [
@@ -35,7 +35,7 @@ TESTS = {
         LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
     ],
     "losses/shared/trust_region.py": [
-        LOSSES + "test_sampled_reverse_kl.py", LOSSES + "test_rl_losses.py",
+        LOSSES + "test_policy_gradients.py",
         "tests/parity/test_recorded.py", "tests/test_contract.py",
         "tests/parity/test_read.py",
     ],
@@ -44,7 +44,7 @@ TESTS = {
         LOSSES + "test_support_losses.py",
         LOSSES + "test_distillation_kl.py",
     ],
-    "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
+    "losses/preferences.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
@@ -58,24 +58,20 @@ TESTS = {
     ),
     "local/ahead.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_until.py"],
-    "recipe/diloco.py": ["tests/recipe/test_diloco.py"],
+    **dict.fromkeys(("recipe/diloco.py", "recipe/rules.py"), ["tests/recipe/test_rules.py"]),
     "local/collect.py": ["tests/local/test_collect.py"],
     "local/islands/island.py": ["tests/islands/test_faults.py"],
     "local/islands/outer.py": ["tests/islands/test_island.py"],
-    "losses/sampled_reverse_kl.py": [
-        LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
+    "losses/policy_gradients.py": [
+        LOSSES + "test_policy_gradients.py", "tests/parity/test_recorded.py"
     ],
     "losses/head_tail_reverse_kl.py": [LOSSES + "test_expectations.py"],
     "losses/taid.py": [LOSSES + "test_taid.py"],
     "losses/entropy_aware_opd.py": [LOSSES + "test_support_losses.py"],
     "losses/self_distillation.py": [LOSSES + "test_support_losses.py"],
-    "losses/default.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
-    "losses/ipo.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
     "teachers/mixture.py": ["tests/teachers/test_mixture.py"],
     "teachers/policy.py": ["tests/teachers/test_policy_teacher.py"],
-    "losses/sft.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
-    "losses/dpo.py": [LOSSES + "test_preferences.py"],
-    "losses/simpo.py": [LOSSES + "test_preferences.py"],
+    "losses/sft.py": [LOSSES + "test_policy_gradients.py", "tests/parity/test_recorded.py"],
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
     "environments/episodes.py": ["tests/environments/test_episodes.py"],
@@ -130,7 +126,7 @@ REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
 REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
 BALANCE, CLAMP = "losses/shared/balance.py", "losses/shared/clamp.py"
-SAMPLED = "losses/sampled_reverse_kl.py"
+GRADIENTS = "losses/policy_gradients.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 EPISODES = "environments/episodes.py"
@@ -381,26 +377,26 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # sampled reverse KL
     "v0.7 with a high side": mutant(
-        SAMPLED, "_prime_rl",
+        GRADIENTS, "_prime_rl",
         ("Region(high=torch.zeros_like(mask), low=too_low)", "Region(high=too_high, low=too_low)"),
     ),
     "v0.6 zero advantage counted positive": mutant(
-        SAMPLED, "_prime_rl", ("advantages > 0", "advantages >= 0")
+        GRADIENTS, "_prime_rl", ("advantages > 0", "advantages >= 0")
     ),
     "signal against the sampler": mutant(
-        SAMPLED, "sampled_reverse_kl_loss_fn",
+        GRADIENTS, "sampled_reverse_kl_loss_fn",
         ("_Q - inputs.own_logprobs", "_Q - inputs.inference_logprobs"),
     ),
     "clip bounds one side": mutant(
-        SAMPLED, "_signed",
+        GRADIENTS, "_signed",
         ("signal.clamp(-config.clip, config.clip)", "signal.clamp(max=config.clip)"),
     ),
     "TOP-D floor without its weight": mutant(
-        SAMPLED, "_signed",
+        GRADIENTS, "_signed",
         ("torch.logaddexp(signal + math.log(config.top_d), floor)", "torch.maximum(signal, floor)"),
     ),
     "vOPD baseline subtracted": mutant(
-        SAMPLED, "_signed", ("signal + baseline", "signal - baseline")
+        GRADIENTS, "_signed", ("signal + baseline", "signal - baseline")
     ),
     # head and tail
     "head keeps the mass's gradient": mutant(
@@ -433,7 +429,7 @@ MUTANTS: dict[str, Mutant] = {
         TAID, "TAIDScheduler.state_dict", ("self.previous_loss", "None")
     ),
     "schedule within a sum reads the sum": mutant(
-        "losses/bound.py", "WeightedSum.end_step", ("term.objective.end_step()", "None")
+        "losses/bound.py", "Objective.end_step", ("objective.end_step()", "None")
     ),
     # entropy-aware, self-distillation
     "forward KL where the teacher is sure": mutant(
@@ -458,13 +454,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # RL
     "zero advantage on the high side": mutant(
-        "losses/default.py", "default_loss_fn", ("advantages > 0", "advantages >= 0")
+        GRADIENTS, "default_loss_fn", ("advantages > 0", "advantages >= 0")
     ),
     "advantage temperature ignored": mutant(
-        "losses/default.py", "default_loss_fn", ("config.adv_tau * advantages", "advantages")
+        GRADIENTS, "default_loss_fn", ("config.adv_tau * advantages", "advantages")
     ),
     "ipo one-sided": mutant(
-        "losses/ipo.py", "ipo_loss_fn", ("ratios.probs_diff.abs()", "ratios.probs_diff")
+        GRADIENTS, "ipo_loss_fn", ("ratios.probs_diff.abs()", "ratios.probs_diff")
     ),
     "sft weights ignored": mutant(
         "losses/sft.py", "sft_loss_fn", ("inputs.loss_weights is not None", "False")
@@ -474,21 +470,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # preferences
     "dpo without its reference": mutant(
-        "losses/dpo.py", "dpo_loss_fn",
+        "losses/preferences.py", "dpo_loss_fn",
         ("pairs.sums(policy - reference)", "pairs.sums(policy)"),
     ),
     "rejected preferred": mutant(
-        "losses/dpo.py", "dpo_loss_fn", ("chosen - rejected", "rejected - chosen")
+        "losses/preferences.py", "dpo_loss_fn", ("chosen - rejected", "rejected - chosen")
     ),
     "simpo by sums": mutant(
-        "losses/simpo.py", "simpo_loss_fn",
+        "losses/preferences.py", "simpo_loss_fn",
         ("pairs.sums(policy) / pairs.lengths.clamp(min=1)", "pairs.sums(policy)"),
     ),
     "half a pair trains": mutant(
-        "losses/shared/pairs.py", "pairs_of", ("(lengths > 0).all(0)", "(lengths > 0).any(0)")
+        "losses/preferences.py", "pairs_of", ("(lengths > 0).all(0)", "(lengths > 0).any(0)")
     ),
     "pair weight summed": mutant(
-        "losses/shared/pairs.py", "pairs_of", ("total / lengths.sum(0).clamp(min=1)", "total")
+        "losses/preferences.py", "pairs_of", ("total / lengths.sum(0).clamp(min=1)", "total")
     ),
     # modifiers
     "first occurrence of the pack": mutant(
@@ -607,8 +603,8 @@ MUTANTS: dict[str, Mutant] = {
         "recipe/diloco.py", "DilocoConfig.fewest", ("self.replicas // 2 + 1", "self.replicas // 2")
     ),
     "islands: a step that is no multiple either": mutant(
-        "recipe/diloco.py", "DilocoConfig.check_steps",
-        ("steps + self.every - steps % self.every", "steps + self.every"),
+        "recipe/rules.py", "of_islands",
+        ("steps + islands.every - steps % islands.every", "steps + islands.every"),
     ),
     "islands: oldest step that all have": mutant(
         "local/islands/island.py", "Island.join", ("max(common)", "min(common)")
@@ -650,17 +646,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # sums of losses
     "channel weight ignored": mutant(
-        "losses/bound.py", "WeightedSum.__call__",
-        ("term.part.weight * outputs.loss", "outputs.loss"),
+        "losses/bound.py", "Objective._sum",
+        ("term.weight * outputs.loss", "outputs.loss"),
     ),
     "channels of weight zero computed": mutant(
         "losses/compose.py", "ComposeLossConfig.channels",
         ("channel.weight > 0", "channel.weight >= 0"),
     ),
     "mixture weights swapped": mutant(
-        "losses/config.py", "RLMix.beside",
-        ("Part('kd', '', self.kd, _L, mixed=True)", "Part('kd', '', rl_weight, _L, mixed=True)"),
-        ("Part('rl', _K, rl_weight, _M, mixed=True)", "Part('rl', _K, self.kd, _M, mixed=True)"),
+        "losses/config.py", "LossConfig.terms",
+        ("Term('kd', '', mix.kd, _L, mixed=True)", "Term('kd', '', rl_weight, _L, mixed=True)"),
+        ("Term('rl', _K, rl_weight, _M, mixed=True)", "Term('rl', _K, mix.kd, _M, mixed=True)"),
     ),
     "wider support taken whole": mutant(
         "losses/bound.py", "_requested", ("support.token_ids.shape[-1] <= request.k", "True")

@@ -6,7 +6,7 @@ import pytest
 
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.loading import parse_recipe
-from tests.recipe.helpers import refusal, with_value
+from tests.recipe.helpers import refusal
 
 
 def raw(**of_environment: Any) -> dict[str, Any]:
@@ -81,20 +81,6 @@ def test_environment_without_its_id_is_refused() -> None:
     table = raw()
     table["environments"]["rev"] = {"args": {"split": "train"}}
     assert "environments.rev.id is missing" in refusal(table)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("rollout.student_fraction", 0.5, "[environments.rev] has an id, and no solutions"),
-        ("data", {"id": "reverse-text"}, "data: an environment by id is a table [environments.N"),
-        ("eval", {"every": 3}, "[eval]: all [environments] have use = 'train'"),
-        ("replay", {"source": "jsonl", "path": "pairs.jsonl"}, "[environments.rev] asks its own"),
-    ],
-)
-def test_setting_that_needs_problems_is_refused(key: str, value: Any, expected: str) -> None:
-    """Solutions and questions of pairs are what an id does not have."""
-    assert expected in refusal(with_value(key, value, raw(use="train")))
 
 
 def test_prepared_student_learns_from_the_problems() -> None:

@@ -1,6 +1,5 @@
 """Recipes: what is accepted, and what the messages of the refused ones name."""
 
-import copy
 import json
 import sys
 from collections.abc import Iterator
@@ -63,37 +62,6 @@ def test_recipe_unknown_loss_type_lists_the_choices() -> None:
     assert "did you mean topk_reverse_kl?" in message
     for name in LOSS_TYPES:
         assert name in message
-
-
-def test_recipe_without_data_names_the_table() -> None:
-    """A missing table is named."""
-    raw = copy.deepcopy(SMALL)
-    del raw["data"]
-    assert (
-        refusal(raw) == "r.toml: data is missing: add a [data] table, or several [environments.*]"
-    )
-
-
-def test_recipe_without_teacher_refuses_distillation() -> None:
-    """A loss that needs a teacher is refused without one."""
-    raw = copy.deepcopy(SMALL)
-    del raw["teacher"]
-    assert "add a [teacher] table" in refusal(raw)
-
-
-def test_recipe_batch_of_partial_groups_is_refused() -> None:
-    """A batch that whole groups do not fill is refused."""
-    raw = with_value("rollout.group_size", 3)
-    assert "trainer.batch_size = 4 is not a multiple of rollout.group_size = 3" in refusal(raw)
-
-
-def test_recipe_model_needs_exactly_one_origin() -> None:
-    """A model with two origins, or with none, is refused."""
-    raw = copy.deepcopy(SMALL)
-    raw["student"] = {"model": "s", "prepare": {}}
-    assert "exactly one of `model` and the table `prepare`" in refusal(raw)
-    raw["student"] = {}
-    assert "exactly one of `model` and the table `prepare`" in refusal(raw)
 
 
 def test_recipe_wrong_value_names_the_key() -> None:
@@ -173,94 +141,6 @@ def test_every_table_refuses_unknown_keys() -> None:
     assert all(table.model_config.get("extra") == "forbid" for table in tables)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"teacher": None},
-            "[loss] type = 'topk_reverse_kl' needs support, which this recipe does not provide. "
-            "Remedy: add a [teacher] table, or several [teachers.*].",
-        ),
-        (
-            {"loss": {"type": "default"}},
-            "[loss] type = 'default' needs advantages, which this recipe does not provide. "
-            "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
-        ),
-        (
-            {"loss": {"type": "compose", "replay": {"weight": 1.0, "loss": {"type": "dpo"}}}},
-            "[loss.rl.loss] type = 'default' needs advantages, which this recipe does not provide.",
-        ),
-        (
-            {
-                "loss": {
-                    "type": "compose",
-                    "rl": {"weight": 0.0},
-                    "replay": {"weight": 1.0, "loss": {"type": "dpo"}},
-                }
-            },
-            "[loss.replay.loss] type = 'dpo' needs replay, which this recipe does not provide. "
-            "It pairs the rollouts of a group: set rollout.group_size to 2 or more",
-        ),
-    ],
-)
-def test_recipe_unmet_need_names_section_and_remedy(changes: dict[str, Any], message: str) -> None:
-    """A loss whose input the recipe cannot provide is refused with its section and the remedy."""
-    raw = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
-    assert f"r.toml: {message}" in refusal(raw)
-
-
-def test_policy_teacher_with_a_url_is_refused() -> None:
-    """Nothing asks that server."""
-    raw = {**SMALL, "teacher": {"policy": {}, "url": "http://127.0.0.1:8001"}}
-    assert "`policy` is the student with a hint: leave one of them out" in refusal(raw)
-
-
-SAMPLES = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"rollout": {**SAMPLES, "student_fraction": 1.0}},
-            "other_source = 'teacher' with student_fraction = 1: the student samples every",
-        ),
-        (
-            {"rollout": SAMPLES, "teacher": None, "loss": {"type": "sft"}},
-            "rollout.other_source = 'teacher': there is none; add a [teacher] table",
-        ),
-        (
-            {"rollout": SAMPLES, "teacher": {"policy": {}}},
-            "[teacher.policy] is the student with a hint, which samples no answers",
-        ),
-        (
-            {"rollout": SAMPLES, "teacher": {"model": "t", "on_overflow": "drop"}},
-            "teacher.on_overflow = 'drop': a teacher that samples (rollout.other_source)",
-        ),
-        (
-            {"rollout": SAMPLES, "loss": {"type": "sampled_reverse_kl"}},
-            "reads the sampler's probabilities, and the teacher's answers have none",
-        ),
-        (
-            {"rollout": {"student_fraction": 0.5}, "loss": {"type": "sampled_reverse_kl"}},
-            "reads the sampler's probabilities, and the data's solutions have none",
-        ),
-    ],
-)
-def test_teacher_that_samples_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    """A teacher's answers that nobody can sample or train on are refused with the remedy."""
-    raw = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
-    raw = {**raw, "trainer": {"steps": 3, "batch_size": 8}}
-    assert message in refusal(raw)
-
-
-def test_recipe_of_a_teacher_that_samples_all_is_valid() -> None:
-    """A loss on a support takes any share of the teacher's answers."""
-    rollout = {**SAMPLES, "student_fraction": 0.0}
-    raw = {**SMALL, "rollout": rollout, "trainer": {"steps": 3, "batch_size": 8}}
-    assert parse_recipe(raw).asks_teacher
-
-
 OUTSIDE = """
 from typing import Literal
 from prime_composer import LossInputs, LossOutputs
@@ -328,32 +208,6 @@ def test_key_misspelled_under_a_name_that_is_a_key(name: str) -> None:
     }
     for message, raw in cases.items():
         assert refusal(raw) == f"r.toml: unknown key {message}"
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ({"teachers": {"a": {"model": "t"}}}, "[teacher] and [teachers.*]: keep one of them"),
-        ({"environments": {"a": {}}}, "[data] and [environments.*]: keep one of them"),
-        ({"data": {"teacher": "a"}}, "data.teacher chooses among [teachers.*], and there are none"),
-        (
-            {"teacher": None, "teachers": {"a": {"model": "t"}}, "data": {"teacher": "b"}},
-            "data.teacher names 'b'; [teachers] has a",
-        ),
-        (
-            {"teacher": None, "teachers": {"a b": {"model": "t"}}},
-            "[teachers.'a b']: a name is made of letters, digits, - and _",
-        ),
-        (
-            {"student": {"prepare": {"environments": ["x"]}}},
-            "student: prepare.environments names 'x'; [environments] has none",
-        ),
-    ],
-)
-def test_recipe_names_that_do_not_fit_are_refused(raw: dict[str, Any], message: str) -> None:
-    """Tables that exclude each other, and names that refer to nothing, are refused."""
-    tables = {key: value for key, value in {**SMALL, **raw}.items() if value is not None}
-    assert refusal(tables) == f"r.toml: {message}"
 
 
 @pytest.mark.parametrize(

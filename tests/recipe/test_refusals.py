@@ -212,17 +212,3 @@ def test_recipe_in_range_is_accepted() -> None:
 def test_missing_loss_names_the_default() -> None:
     raw = {key: value for key, value in SERVED.items() if key != "loss"}
     assert 'loss is missing; write [loss] with type = "topk_reverse_kl"' in refusal(raw)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reader"),
-    [
-        ({"loss": {"type": "default"}, "rollout": {"group_size": 2}}, '[loss] type = "default"'),
-        ({"teacher": {"policy": {}}, "loss": {"type": "self_distillation"}}, "teacher.policy.hint"),
-    ],
-)
-def test_rewards_without_a_metric_are_refused(changes: dict[str, Any], reader: str) -> None:
-    """Answers that are not graded have none to learn from."""
-    message = refusal({**SERVED, **changes, "data": {"metric": "none"}})
-    assert reader in message and 'data.metric = "none" grades nothing' in message
-    parse_recipe({**SERVED, "data": {"metric": "none"}})

@@ -72,18 +72,6 @@ def test_recipe_with_more_than_its_loss_is_refused(recipe, key):
         read_loss(REPO / "recipes" / "methods" / f"{recipe}.toml")
 
 
-def test_recipe_whose_batches_are_sampled_ahead_is_refused(tmp_path):
-    recipe = (REPO / "recipes" / "gsm8k_opd.toml").read_text()
-    served = 'backend = "server"\nurl = "http://h:1"\nahead = 1'
-    recipe = recipe.replace('backend = "vllm"', served)
-    recipe = recipe.replace(
-        "[teacher.prepare]", '[teacher]\nbackend = "transformers"\n[teacher.prepare]'
-    )
-    (tmp_path / "r.toml").write_text(recipe)
-    with pytest.raises(RecipeError, match="rollout.ahead is a part of .* current weights"):
-        read_loss(tmp_path / "r.toml")
-
-
 def test_knob_of_trls_own_loss_is_refused(make_trainer):
     with pytest.raises(ValueError, match="args.beta = 0.5 .*generalized_jsd"):
         make_trainer(REVERSE, beta=0.5)

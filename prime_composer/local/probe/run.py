@@ -48,7 +48,7 @@ from prime_composer.local.probe.teacher import (
 )
 from prime_composer.local.watch_metrics import tokens_of_no_use
 from prime_composer.losses import LossConfig, setup_loss_fn
-from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import (
@@ -203,7 +203,7 @@ class FirstStep:
 
     def _run(self, collector: Collector) -> None:
         engine = collector.engine
-        loss = setup_loss_fn(resolve(engine.loss, engine.problems.tokenizer))
+        loss = setup_loss_fn(with_token_ids(engine.loss, engine.problems.tokenizer))
         graded = collector.grade(collector.sample(collector.problems(1), 1))
         self.samples = self.fitted = graded
         batch = collector.score(graded, 1)

@@ -25,7 +25,7 @@ class Modifier(Table):
 
     needs: ClassVar[frozenset[str]] = frozenset()  # inputs that it reads
 
-    def resolve(self, tokenizer: Any) -> "Modifier":
+    def with_token_ids(self, tokenizer: Any) -> "Modifier":
         """Return the modifier with texts of tokens as ids, by transformers or tokenizers."""
         return self
 
@@ -52,7 +52,7 @@ class TokenModifier(Modifier):
             )
         return self
 
-    def resolve(self, tokenizer: Any) -> "TokenModifier":
+    def with_token_ids(self, tokenizer: Any) -> "TokenModifier":
         """Return the modifier with its texts as ``ids``."""
         ids = list(self.ids)
         for text in getattr(self, self.texts_key):
@@ -73,7 +73,7 @@ class TokenModifier(Modifier):
         if getattr(self, self.texts_key):
             raise ValueError(
                 f"{self.table}.{self.texts_key} are not resolved to ids yet: "
-                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
+                "call prime_composer.losses.shared.modifiers.with_token_ids(config, tokenizer)."
             )
         return tuple(dict.fromkeys(self.ids))
 
@@ -229,7 +229,7 @@ def position_in_segment(
     return before - at_segment_start(before, segment_ids)
 
 
-def resolve(config: M, tokenizer: Any) -> M:
+def with_token_ids(config: M, tokenizer: Any) -> M:
     """Return a config with the texts of tokens in it turned into ids, at any depth.
 
     A string that is not exactly one token is a ``ValueError``.
@@ -238,12 +238,12 @@ def resolve(config: M, tokenizer: Any) -> M:
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, Modifier):
-            changed[name] = value.resolve(tokenizer)
+            changed[name] = value.with_token_ids(tokenizer)
         elif isinstance(value, BaseModel):
-            changed[name] = resolve(value, tokenizer)
+            changed[name] = with_token_ids(value, tokenizer)
         elif isinstance(value, dict):
             changed[name] = {
-                key: resolve(item, tokenizer) if isinstance(item, BaseModel) else item
+                key: with_token_ids(item, tokenizer) if isinstance(item, BaseModel) else item
                 for key, item in value.items()
             }
     return config.model_copy(update=changed)

@@ -1,7 +1,7 @@
-"""The function of losses that are one divergence per token, and the config of most."""
+"""The sum of one divergence per token, and what a loss with more terms is made of."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,13 +12,6 @@ from prime_composer.full_vocabulary import WholeVocabulary, on_support
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-
-
-class SupportDivergenceConfig(SupportLossConfig):
-    """Knobs of a loss that is one divergence per token."""
-
-    normalization: Literal["full", "tail", "renorm"] = "tail"
-    """How the vocabulary outside the support enters the divergence."""
 
 
 def support_divergence(

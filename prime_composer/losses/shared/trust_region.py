@@ -10,26 +10,13 @@ that finite inputs give bit-equal losses, gradients and metrics. What main added
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from prime_composer.contract import LossInputs
-from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.shared.metrics import token_mean
-
-
-class RewardLossConfig(LossConfig):
-    """Knobs of a policy gradient on rewards alone."""
-
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
-
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
 
 
 @dataclass(frozen=True, eq=False)

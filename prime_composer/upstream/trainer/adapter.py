@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from prime_composer.losses import require, setup_loss_fn
+from prime_composer.losses import require_inputs, setup_loss_fn
 from prime_composer.losses.needs import START_ADAPTER
 from prime_composer.upstream import launches
 from prime_composer.upstream.log import log
@@ -139,7 +139,7 @@ class TrainerAdapter:
             registered.teachers_mixed |= mixed
             return registered
         available = contract.provides(config, self.whole_run)
-        require(config, available, "prime_rl", section)
+        require_inputs(config, available, "prime_rl", section=section)
         if self.whole_run:
             self.k = wire_support_size(config, section)
         registered = RegisteredLoss(
