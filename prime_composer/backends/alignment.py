@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from prime_composer.backends.answers import InvalidAnswer, check_batch, check_completion
+from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, within_head
@@ -118,23 +118,6 @@ def make_rollout(
 
 
 def checked(
-    scores: Scores,
-    sequence: SequenceToScore,
-    *,
-    k: int,
-    origin: str,
-    ranked: bool = True,
-) -> Scores:
-    """Return a model's scores of a sequence, checked (``answers.check_scores``).
-
-    Every scorer runs its scores through here, or through ``all_checked``. A sampled token that the
-    teacher's head lacks gets the log-prob of such an id (``shared_vocabulary``).
-    """
-    (one,) = all_checked([scores], [sequence], k=k, origin=origin, ranked=ranked)
-    return one
-
-
-def all_checked(
     scores: Sequence[Scores],
     sequences: Sequence[SequenceToScore],
     *,
@@ -142,10 +125,14 @@ def all_checked(
     origin: str,
     ranked: bool = True,
 ) -> list[Scores]:
-    """Return a model's scores of several sequences, checked together as ``checked`` does."""
+    """Return a model's scores of several sequences, checked (``answers.check_scores``).
+
+    Every scorer runs its scores through here. A sampled token that the teacher's head lacks gets
+    the log-prob of such an id (``shared_vocabulary``).
+    """
     if not sequences:
         return []
-    check_batch(
+    check_scores(
         [
             (one, sequence.sampled, sequence.index)
             for one, sequence in zip(scores, sequences, strict=True)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,41 +31,22 @@ BLOCK = 2**20  # Entries of a support that are checked at once, in arrays of 8 M
 
 
 def check_scores(
-    scores: Scores,  # ids that are not known are left out
-    sampled: Int[Tensor, " n"],  # ids of the sampled tokens
+    batch: Sequence[tuple[Scores, Tensor, int | None]],
     *,
     k: int,  # entries per position that were asked for
     vocab_size: int | None,  # of the teacher's head; None where it is unknown
     origin: str,  # who answered, for the message: a server by its URL, or a model
-    sequence: int | None,  # its index in its request
     ranked: bool = True,  # the support is the teacher's own top K, the most probable id first
     trained: bool = True,  # the sampled tokens train; those of a prompt the teacher may mask
 ) -> None:
     """Check that a teacher's scores can be log-probs of one distribution per position.
 
+    Each sequence has its scores, the ids of its sampled tokens [n], and its index in its request.
+    Ids that are not known are left out. They are checked together, in arrays of ``BLOCK``.
+
     An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
     of the probability, but it is never a token that trains: a loss there is infinite.
     """
-    check_batch(
-        [(scores, sampled, sequence)],
-        k=k,
-        vocab_size=vocab_size,
-        origin=origin,
-        ranked=ranked,
-        trained=trained,
-    )
-
-
-def check_batch(
-    batch: Sequence[tuple[Scores, Tensor, int | None]],
-    *,
-    k: int,
-    vocab_size: int | None,
-    origin: str,
-    ranked: bool = True,
-    trained: bool = True,
-) -> None:
-    """Check the scores of several sequences as ``check_scores`` does, in arrays of ``BLOCK``."""
     for scores, sampled, sequence in batch:
         n = len(sampled)
         own, ids, logprobs = scores.ref_logprobs, scores.token_ids, scores.teacher_logprobs
@@ -153,7 +133,7 @@ def _check_rows(
     trained: bool,
     refuse: Callable[[int, str, str], NoReturn],
 ) -> None:
-    """Check some rows of ``check_batch``; ``refuse`` gets the wrong one's index among them."""
+    """Check some rows of ``check_scores``; ``refuse`` gets the wrong one's index among them."""
     n, k = ids.shape
     # Conditions that NaN must not pass are negated.
     right = own <= LOGPROB_TOLERANCE

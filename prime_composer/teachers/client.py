@@ -58,26 +58,18 @@ LOST = (404, 405)  # Statuses of a server that had the plugin's route and has it
 
 @runtime_checkable
 class Transport(Protocol):
-    """Sends a client's requests to one server.
-
-    Attributes:
-        origin: the server in words, at the beginning of a sentence.
-    """
+    """Sends a client's requests to one server."""
 
     @property
-    def origin(self) -> str: ...
+    def origin(self) -> str:
+        """The server in words, at the beginning of a sentence."""
+        ...
 
     async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> Bytes:
         """Send one request by POST, again while the server is away, and return the response.
 
-        Args:
-            path: below the server's URL.
-            body: sent as JSON.
-            max_bytes: largest response.
-            tail: bytes at the response's end that should begin at an aligned address.
-
-        Raises:
-            RequestRefused: an error that another try does not change.
+        It has ``max_bytes`` at most, of which the last ``tail`` should begin at an aligned address.
+        ``RequestRefused`` is an error that another try does not change.
         """
         ...
 

@@ -22,15 +22,10 @@ from prime_composer.teachers.tape.scorer import NotOnTape, TapedScorer, live_of
 
 @dataclass(frozen=True)
 class Teachers:
-    """The open scorers of a recipe's teachers.
-
-    Attributes:
-        scorers: one per teacher.
-        routing: which teachers score a problem's rollouts, and with which weights.
-    """
+    """The open scorers of a recipe's teachers."""
 
     scorers: Mapping[TeacherId, Scorer]
-    routing: Routing
+    routing: Routing  # which teachers score a problem's rollouts, and with which weights
 
     @property
     def give_any_ids(self) -> bool:
@@ -82,13 +77,9 @@ class Teachers:
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
     ) -> list[Scores]:
-        """Return one ``Scores`` per rollout, in order, as ``protocols.Scorer`` says.
+        """Return one ``Scores`` per rollout of a problem, in order, as ``protocols.Scorer`` says.
 
         A teacher is only sent the rollouts in which it has a weight.
-
-        Args:
-            rollouts, support_size, candidate_ids, hidden: of ``Scorer.score``.
-            problems: the problem of each rollout.
         """
         weights = [self.routing.of(problem) for problem in problems]
         scores: list[dict[TeacherId, Scores]] = [{} for _ in rollouts]
@@ -126,11 +117,7 @@ class Teachers:
     ) -> list[Scores]:
         """Return the scores with the sampled token's log q extrapolated from the reference's log r.
 
-        Args:
-            rollouts: what was scored.
-            problems: the problem of each.
-            scores: the teachers' scores of these rollouts.
-            scale: lambda.
+        ``scale`` is lambda.
         """
         with _naming_question(problems):
             own = self.scorers[REFERENCE].score(rollouts, 0)
@@ -262,12 +249,10 @@ def mix(
     )
     scored = slice(None) if mixed.scored is None else mixed.scored
     check_scores(
-        mixed.rows(scored),
-        token_ids[scored],
+        [(mixed.rows(scored), token_ids[scored], sequence)],
         k=ids.shape[1],
         vocab_size=None,
         origin="The mixture of teachers",
-        sequence=sequence,
         ranked=False,  # the sampled token's q is whole, that of other ids a lower bound
         trained=trained,
     )

@@ -52,7 +52,8 @@ def read_json_response(content: Bytes, sequence: SequenceToScore, k: int, origin
     """Return the scores in vLLM's JSON, of either of its routes, checked. K = 0: no support."""
     rows, asked = read_answer(bytes(content), origin), at_least_one(k)
     scores = top_k_of(sequence.token_ids, rows, asked, origin, sequence.start)
-    return checked(scores, sequence, k=asked, origin=origin).top(k)
+    (scores,) = checked([scores], [sequence], k=asked, origin=origin)
+    return scores.top(k)
 
 
 def read_binary_response(
@@ -73,9 +74,9 @@ def read_binary_response(
                 arrays[field.name] = expected(arrays, field, n)
     except WireError as error:
         raise wrong_response(origin, sequence, str(error)) from None
-    scores = checked(
-        asked.kind.scores(arrays, asked.request, sequence.start),
-        sequence,
+    (scores,) = checked(
+        [asked.kind.scores(arrays, asked.request, sequence.start)],
+        [sequence],
         k=k,
         origin=origin,
         ranked=asked.kind.ranked,

@@ -120,21 +120,20 @@ class TransformersScorer(LoadedModel):
                 strict=True,
             ):
                 shares = (HiddenStates(own_states, head),) if hidden else ()
-                one = Scores(
+                scores[index] = Scores(
                     sequence_logprobs[:, 0],
                     sequence_ids[:, 1:],
                     sequence_logprobs[:, 1:],
                     shares,
                     start=sequences[index].start,
                 )
-                scores[index] = checked(
-                    one,
-                    sequences[index],
-                    k=k,
-                    origin=self.origin,
-                    ranked=candidate_ids is None,
-                )
-        return [scores[index] for index in range(len(rollouts))]
+        return checked(
+            [scores[index] for index in range(len(rollouts))],
+            sequences,
+            k=k,
+            origin=self.origin,
+            ranked=candidate_ids is None,
+        )
 
 
 def top_logprobs(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from prime_composer.backends.alignment import (
     SequenceToScore,
-    all_checked,
     check_sequence_lengths,
     check_support_size,
+    checked,
     sequences_to_score,
 )
 from prime_composer.backends.protocols import Limits, Rollout
@@ -103,7 +103,7 @@ class VLLMScorer:
         scores: list[Scores] = []
         for columns, indices in groupby(range(len(asked)), lambda index: asked[index].k):
             alike = [*indices]
-            scores += all_checked(
+            scores += checked(
                 [read[index] for index in alike],
                 [sequences[index] for index in alike],
                 k=columns,

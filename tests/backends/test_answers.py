@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_batch, check_scores
+from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_scores
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.samplers.server import ServerSampler
@@ -71,8 +71,8 @@ def scores_of(a, known=None, start=START):
 
 def check(a, known=None, **changes):
     """Run the validator, as every scorer does."""
-    asked = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m", "sequence": 7}
-    check_scores(scores_of(a, known), a.sampled, **asked | changes)
+    asked = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m"}
+    check_scores([(scores_of(a, known), a.sampled, 7)], **asked | changes)
 
 
 seeds = st.integers(0, 10**6)
@@ -236,7 +236,7 @@ def test_batch_names_sequence_and_position(monkeypatch, block, k):
             (scores_of(one, known[index], START + index), one.sampled, 7 + index)
             for index, one in enumerate(answers)
         ]
-        check_batch(batch, k=k, vocab_size=VOCAB, origin="server", ranked=False)
+        check_scores(batch, k=k, vocab_size=VOCAB, origin="server", ranked=False)
 
     check_all()
     for index, row in ((0, 2), (1, 0), (2, 3)):

@@ -38,7 +38,7 @@ def read_scores(content: bytes) -> None:
     """Read and check an answer as the scorers do."""
     top = top_k_of(TOKENS, read_answer(content), 2)
     sampled = torch.tensor(TOKENS[1:])
-    check_scores(top, sampled, k=2, vocab_size=10, origin="server", sequence=0)
+    check_scores([(top, sampled, 0)], k=2, vocab_size=10, origin="server")
     # Whatever is accepted is a part of a distribution.
     assert (top.ref_logprobs <= 1e-4).all()
     assert (top.teacher_logprobs.exp().sum(dim=1) <= 1.001).all()

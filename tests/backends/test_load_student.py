@@ -98,25 +98,7 @@ def test_sequence_log_probs_start_with_nan(tied_model, plain_logprobs):
             assert float(got[t]) == pytest.approx(float(rows[t, ids[t]]), abs=1e-5)
 
 
-def test_soft_capped_logits_are_refused():
-    model = build(
-        "Gemma2", **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0
-    )
-    with pytest.raises(ValueError, match="soft-caps its logits at 30.0"):
-        check_plain_head(model)
-
-
-def test_scaled_logits_are_refused():
-    model = build(
-        "Granite", **SMALL, num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.5
-    )
-    with pytest.raises(ValueError, match="does more to its logits than multiplying"):
-        check_plain_head(model)
-    check_plain_head(
-        build("Granite", **SMALL, num_key_value_heads=2, logits_scaling=1.0, initializer_range=0.5)
-    )
-
-
+@pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
@@ -131,22 +113,22 @@ def test_scaled_logits_are_refused():
         ("Qwen3Moe", {"head_dim": 8}, None),
     ],
 )
-def test_form_with_a_scale_is_refused_without_weights(kind, changes, words, tmp_path):
-    """A model on no device says by its form whether its logits are a product; all name a remedy."""
-    config = getattr(import_transformers(), f"{kind}Config")(**SMALL, **changes)
-    config.architectures = [f"{kind}ForCausalLM"]
-    config.save_pretrained(tmp_path)
+def test_head_that_is_more_than_a_product_is_refused(kind, changes, words, has_weights, tmp_path):
+    """By its logits, and on no device by the model's form; all name a remedy."""
+    settings = {**SMALL, "num_key_value_heads": 2, "initializer_range": 0.5, **changes}
+    if has_weights:
+        model = build(kind, **settings)
+    else:
+        config = getattr(import_transformers(), f"{kind}Config")(**settings)
+        config.architectures = [f"{kind}ForCausalLM"]
+        config.save_pretrained(tmp_path)
+        model = shapes(tmp_path)
     if words is None:
-        check_plain_head(shapes(tmp_path))
+        check_plain_head(model)
         return
     with pytest.raises(ModelUnavailable, match=words) as caught:
-        check_plain_head(shapes(tmp_path))
+        check_plain_head(model)
     assert 'backend = "vllm"' in str(caught.value)
-
-
-def test_biased_head_is_refused():
-    with pytest.raises(ValueError, match="adds a bias to its logits"):
-        check_plain_head(build("Phi", **SMALL))
 
 
 def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):

@@ -59,7 +59,7 @@ def make_model(directory: Path, vocab: int, hidden: int, layers: int) -> Path:
 
 
 def no_check(*arrays: Any, **settings: Any) -> None:
-    """Stand in for ``check_batch``."""
+    """Stand in for ``check_scores``."""
 
 
 def main() -> None:
@@ -85,19 +85,19 @@ def main() -> None:
                 model, max_model_len=prompt + completion + 1, max_logprobs=max(arguments.ks)
             )
             scorers = {"vllm": vllm_scorer, "transformers": TransformersScorer(model)}
-            check = alignment.check_batch
+            check = alignment.check_scores
             seconds: dict[tuple[str, int, bool], list[float]] = {}
             for repeat in range(arguments.repeats + 1):
                 for name, scorer in scorers.items():
                     for k in arguments.ks:
                         for checked in (True, False):
-                            alignment.check_batch = check if checked else no_check
+                            alignment.check_scores = check if checked else no_check
                             began = time.perf_counter()
                             scorer.score(rollouts, k)
                             if repeat:  # the first round warms up
                                 elapsed = time.perf_counter() - began
                                 seconds.setdefault((name, k, checked), []).append(elapsed)
-            alignment.check_batch = check
+            alignment.check_scores = check
             vllm_scorer.close()
         medians = {key: statistics.median(values) for key, values in seconds.items()}
         tokens = count * (prompt + completion)

@@ -1,6 +1,7 @@
 """Where the plugin enters vLLM, and where it does nothing at all."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -138,6 +139,35 @@ def test_server_command_adds_what_scores_need(monkeypatch):
         assert words[words.index(option) + 1] == value
     words = command("--max-logprobs=64", "--disable-uvicorn-access-log", monkeypatch=monkeypatch)
     assert "-1" not in words and "--disable-access-log-for-endpoints" not in words
+
+
+HF = "--hf-overrides"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], {"head_dtype": "float32"}),
+        ([HF, '{"a": 1}'], {"head_dtype": "float32", "a": 1}),
+        (["--hf_overrides", '{"head_dtype": "model"}'], {"head_dtype": "model"}),
+        ([f'{HF}={{"head_dtype": "bfloat16"}}', "--x"], {"head_dtype": "bfloat16"}),
+        (["--config", "a.yaml"], None),  # a file's option would be replaced
+    ],
+)
+def test_teachers_server_has_a_float32_head(options, said, monkeypatch):
+    """The user's own option wins, and their other overrides stay."""
+    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
+    words = teacher.server_command("m", "h", 1, options)
+    places = [i for i, word in enumerate(words) if "hf" in word]
+    assert [json.loads(words[place + 1]) for place in places] == ([] if said is None else [said])
+    assert words.count("--x") == options.count("--x")
+
+
+@pytest.mark.parametrize("own", [["--hf_overrides.a.b", "1"], [f"{HF}.head_dtype=model"]])
+def test_dotted_overrides_keep_the_float32_head(own, monkeypatch):
+    """vLLM's parser joins what is dotted, the last one last, and drops the table beside it."""
+    words = command(*own, monkeypatch=monkeypatch)
+    assert HF not in words and words[words.index(f"{HF}.head_dtype") + 1] == "float32"
 
 
 def test_server_environment_keeps_the_plugins_that_are_named():

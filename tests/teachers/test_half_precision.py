@@ -4,7 +4,6 @@ Expected numbers are those of float64 on the same bfloat16 hidden states and hea
 """
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -253,50 +252,3 @@ def test_head_on_a_tape_keeps_how_it_rounds(computed_in: torch.dtype) -> None:
     assert again.rounded_to == head.rounded_to
     assert head.rounded_to == (None if computed_in == torch.float32 else torch.bfloat16)
     assert again.weight.dtype == torch.bfloat16
-
-
-HF = "--hf-overrides"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ([], {"head_dtype": "float32"}),
-        ([HF, '{"a": 1}'], {"head_dtype": "float32", "a": 1}),
-        (["--hf_overrides", '{"head_dtype": "model"}'], {"head_dtype": "model"}),
-        ([f'{HF}={{"head_dtype": "bfloat16"}}', "--x"], {"head_dtype": "bfloat16"}),
-    ],
-)
-def test_teachers_server_has_a_float32_head(
-    options: list[str], said: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The user's own option wins, and their other overrides stay."""
-    from prime_composer.cli import teacher
-
-    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
-    words = teacher.server_command("m", "h", 1, options)
-    (place,) = [i for i, word in enumerate(words) if "hf" in word]
-    assert json.loads(words[place + 1]) == said
-    assert [word for word in words if word == "--x"] == [o for o in options if o == "--x"]
-
-
-@pytest.mark.parametrize("own", [["--hf_overrides.a.b", "1"], [f"{HF}.head_dtype=model"]])
-def test_dotted_overrides_keep_the_float32_head(
-    own: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's parser joins what is dotted, the last one last, and drops the table beside it."""
-    from prime_composer.cli import teacher
-
-    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
-    words = teacher.server_command("m", "h", 1, own)
-    assert HF not in words
-    assert words[words.index(f"{HF}.head_dtype") + 1] == "float32"
-    assert words[-len(own) :] == own
-
-
-def test_teachers_server_with_a_config_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file may have any option, which one on the command line would replace."""
-    from prime_composer.cli import teacher
-
-    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
-    assert HF not in teacher.server_command("m", "h", 1, ["--config", "a.yaml"])
