@@ -10,6 +10,7 @@
 - ``head``: the model's output head, in pieces
 - ``shared_vocabulary``: ids that one output head has and another lacks
 
-Of other parts of prime_composer only the contract's ``Scores`` is imported here. Clients import ``wire``, the kinds and ``shared_vocabulary`` alone.
+Of other parts of prime_composer only the contract's ``Scores`` is imported here. Clients import
+``wire``, the kinds and ``shared_vocabulary`` alone.
 The plugin runs in vLLM 0.26 to 0.32.
 """
