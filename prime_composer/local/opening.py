@@ -31,7 +31,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
-from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
+from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
 from prime_composer.recipe.watchers import ChecksConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
@@ -50,6 +50,27 @@ if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
 
 SCORED_AT_ONCE = 4  # Sequences of a teacher that only scores, on a CPU: prefill takes all cores
+
+
+def _student_spec(
+    recipe: Recipe,
+    rollout: RolloutConfig,
+    model: str | Path,
+    ends: tuple[int, ...],
+    resumes: bool,
+) -> BackendSpec:
+    """Return how to open the student's sampler."""
+    return BackendSpec(
+        rollout,
+        "[rollout]",
+        rollout.backend,
+        model,
+        dtype=recipe.trainer.dtype,
+        max_model_len=rollout.context(),
+        sequences=recipe.side_by_side,
+        ends=ends,
+        resumes=resumes,
+    )
 
 
 def teacher_spec(
@@ -129,17 +150,7 @@ def open_engine(
             # Not a checkpoint: the library chooses a renderer by the name of the model.
             environments = _start_environments(problems, str(origin), recipe, readers, status)
             opened.callback(environments.close)
-        spec = BackendSpec(
-            rollout,
-            "[rollout]",
-            rollout.backend,
-            origin,
-            dtype=recipe.trainer.dtype,
-            max_model_len=rollout.context(),
-            sequences=recipe.side_by_side,
-            ends=tokenized.ends.ids,
-            resumes=resumes,
-        )
+        spec = _student_spec(recipe, rollout, origin, tokenized.ends.ids, resumes)
         sampler = NoSampler() if teachers_alone else _open_sampler(model, spec, status)
         opened.callback(sampler.close)
         # Those of a server are its own context's, which may be longer.
