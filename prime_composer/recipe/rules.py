@@ -560,6 +560,13 @@ def of_islands(recipe: Recipe) -> Iterator[str]:
             "[diloco] and checkpoint.keep = 1: islands may be one checkpoint apart when they are "
             "killed, and would have none in common: set checkpoint.keep to at least 2"
         )
+
+
+@rule()
+def of_steps_of_islands(recipe: Recipe) -> Iterator[str]:
+    islands = recipe.diloco
+    if islands is None:
+        return
     for key, steps in (
         ("trainer.steps", recipe.trainer.steps),
         ("eval.every", recipe.eval.every),

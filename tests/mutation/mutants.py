@@ -603,7 +603,7 @@ MUTANTS: dict[str, Mutant] = {
         "recipe/diloco.py", "DilocoConfig.fewest", ("self.replicas // 2 + 1", "self.replicas // 2")
     ),
     "islands: a step that is no multiple either": mutant(
-        "recipe/rules.py", "of_islands",
+        "recipe/rules.py", "of_steps_of_islands",
         ("steps + islands.every - steps % islands.every", "steps + islands.every"),
     ),
     "islands: oldest step that all have": mutant(
