@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prime_composer.contract import Count
+from prime_composer.local.evaluate import SUMS
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL
 from prime_composer.losses.table import generate, page_parser
@@ -186,6 +187,7 @@ def made_on_one_machine() -> set[str]:
     for room in ROOMS:
         for path in sorted((ROOT / "prime_composer" / room).rglob("*.py")):
             found |= {name for name in literals(path) if PATTERN.fullmatch(name)}
+    found |= {f"eval/{name}" for name in SUMS if name != "tokens"}
     whole = {name for name in OF_A_STEP if name.count("/") == 1 and name.endswith("/{}")}
     grouped = {f"{name.partition('/')[0]}/{{}}" for name in found}
     named = {name for name in found if f"{name.partition('/')[0]}/{{}}" not in whole}

@@ -278,6 +278,16 @@ def test_jsd_equals_opsd_and_trl_and_none_of_the_known_bugs(beta):
         assert (grad[2] == 0).all()
 
 
+@pytest.mark.parametrize("alpha", ["0.0", "0.3", "0.5", "1.0"])
+def test_jsd_over_all_ids_equals_sdpos_code(alpha):
+    g = golden("sdpo")
+    log_p, log_q = (
+        double(g["inputs"][f"{side}_logits"]).log_softmax(-1) for side in ("student", "teacher")
+    )
+    found = D.generalized_jsd(log_p, log_q, float(alpha), "full")[torch.tensor(g["inputs"]["mask"])]
+    assert found.mean().item() == pytest.approx(g["full"][alpha], abs=1e-11)
+
+
 @pytest.mark.parametrize("t", ["0.0", "0.4", "0.7", "1.0"])
 def test_taid_returns_the_numbers_of_its_authors_code(t):
     g = golden("taid")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -109,7 +109,8 @@ def ids_of(source: Any) -> set[Any]:
 def load_tokenizer(model: str | Path) -> Any | None:
     """Return the tokenizer of a model directory or hub id; None for a directory without one.
 
-    A start asks for a teacher's several times, and its files are read once.
+    A start asks for a teacher's several times, and its files are read once. A copy of them is the
+    caller's own: tokens that it adds are in no other.
     """
     folder, files = Path(model), []
     if folder.is_dir():
@@ -117,7 +118,7 @@ def load_tokenizer(model: str | Path) -> Any | None:
             return None
         files = [(one.name, one.stat().st_mtime_ns) for one in folder.iterdir() if one.is_file()]
     with explained(model):
-        return copy(_read_tokenizer(str(model), tuple(sorted(files))))
+        return deepcopy(_read_tokenizer(str(model), tuple(sorted(files))))
 
 
 @lru_cache(maxsize=8)

@@ -189,6 +189,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None
     from huggingface_hub import constants
 
     def at(endpoint: str) -> None:
+        model_files._refuses.cache_clear()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

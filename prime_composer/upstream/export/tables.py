@@ -169,7 +169,7 @@ def trainer(plan: ExportPlan) -> dict[str, Any]:
     """Return [trainer]: loss, optimizer, schedule, activation checkpointing, adapter."""
     config = plan.recipe.trainer
     table: dict[str, Any] = {
-        "loss": {"type": "custom", "import_path": IMPORT_PATH, "kwargs": loss_table(plan)},
+        "loss": {"type": "custom", "import_path": IMPORT_PATH, "kwargs": exported_loss(plan)},
         "optim": {
             "type": "adamw",
             "lr": config.lr,
@@ -201,7 +201,7 @@ def lora_table(lora: LoraConfig) -> dict[str, Any]:
     return table
 
 
-def loss_table(plan: ExportPlan) -> dict[str, Any]:
+def exported_loss(plan: ExportPlan) -> dict[str, Any]:
     """Return the loss as the recipe sets it, and the knob ``dialect`` of each loss that has one."""
     loss = plan.recipe.loss
     set_by_recipe = loss.model_dump(exclude_unset=True, exclude_none=True)
