@@ -122,7 +122,7 @@ OF_A_STEP = {
     "rollout/teacher_dropped": "share of rollouts that are dropped for it",
     "rollout/answer_timeouts": "answers whose check took too long, and counts as wrong",
     "sampler/mismatch_kl": "KL of the sampler and the trainer on the same tokens (k3)",
-    "student/weights": "weights of a student that stays rounded",
+    "student/weights": "weights of a student that is quantized in training",
     "student/rounded": "how many of them are rounded",
     "tape/read": "share of the scores that came from a tape",
     "islands/outer_steps": "outer steps of `[diloco]`",

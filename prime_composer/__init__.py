@@ -1,6 +1,6 @@
 """Distillation losses for PRIME-RL, as drop-in adapters, and a one-machine engine to try them.
 
-A map, in the order of the imports. No room imports one below it:
+A map, in the order of the imports; CONTRIBUTING.md walks through it. No room imports one below it:
 
 - ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between trainer and
   loss with the types of its metrics, the maths of divergences, log-probs from hidden states,

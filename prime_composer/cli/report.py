@@ -86,7 +86,7 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 
 
 def print_size(run_dir: Path) -> None:
-    """Print the size of a student that stays rounded, and of its newest checkpoint."""
+    """Print the size of a student that trains quantized, and of its newest checkpoint."""
     run = RecordedRun.read(run_dir)
     first = next(iter(run.records), {})
     if "student/rounded" not in first:

@@ -60,7 +60,7 @@ class Engine:
     pairs: Sequence[PreferencePair] = ()  # the preference pairs of a file
     environments: "Environments | None" = None
     context: int = 0  # longest sequence in tokens that the engines read
-    latent: LatentWeights | None = None  # behind a student that stays rounded
+    latent: LatentWeights | None = None  # behind a student that trains quantized
     adapter: LoraAdapter | None = None  # of a LoRA student
 
     @property

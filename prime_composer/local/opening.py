@@ -239,7 +239,7 @@ def _load_student(
 
 
 def round_student(model: nn.Module, config: StudentConfig) -> LatentWeights | None:
-    """Round a student that stays rounded; return the weights behind it, which a form has not."""
+    """Round a student that trains quantized; return the weights behind it, which a form has not."""
     if config.quantize is None:
         return None
     try:

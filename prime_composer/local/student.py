@@ -85,7 +85,7 @@ class Student:
     reference: nn.Module | None = None
     # how far the sampler may be from the student; None where they compute different distributions
     sampler_check: SamplerCheck | None = None
-    # the weights behind a student that stays rounded; None for any other
+    # the weights behind a student that trains quantized; None for any other
     latent: LatentWeights | None = None
     steps: int = 0  # finished steps
     metrics: dict[str, float] = field(default_factory=dict)  # of the last finished step
@@ -148,7 +148,7 @@ class Student:
         return self.metrics
 
     def sizes(self) -> dict[str, float]:
-        """Return the weights of a student that stays rounded, and how many of them are."""
+        """Return the weights of a student that trains quantized, and how many of them are."""
         if self.latent is None:
             return {}
         share = self.latent.share(self.model)
