@@ -29,6 +29,11 @@ VOCAB = 40
 """Vocabulary of ``packed_inputs``."""
 
 
+def double(values: Any) -> Tensor:
+    """Return numbers as a tensor in float64."""
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def packed_inputs(
     config: LossConfig,
     seq: int = 12,

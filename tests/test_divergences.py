@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mpmath import mpf
 
 from prime_composer import divergences as D
+from tests.builders import double
 
 GOLDEN = Path(__file__).parent / "golden"
 KL_ROWS = ["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
@@ -23,10 +24,6 @@ KL_ROWS = ["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
 
 def golden(name):
     return json.loads((GOLDEN / f"{name}.json").read_text())
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def student_teacher(seed: int, vocab: int = 7, k: int = 4):
@@ -276,6 +273,18 @@ def test_jsd_equals_opsd_and_trl_and_none_of_the_known_bugs(beta):
             g["gradient_of_sum_for_student_logits_position_0"][beta], abs=1e-11
         )
         assert (grad[2] == 0).all()
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.3, 0.7, 0.9])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_generalized_jsd_is_the_raw_sum_on_the_support(beta, seed):
+    z, log_q, ids = student_teacher(seed)
+    fn = lambda z: D.generalized_jsd(*on_support(z, log_q, ids), beta, "generalized")  # noqa: E731
+    p, q = z.softmax(-1)[ids].tolist(), log_q[ids].exp().tolist()
+    m = [beta * y + (1 - beta) * x for x, y in zip(p, q, strict=True)]
+    expected = beta * kl_by_loop(q, m) + (1 - beta) * kl_by_loop(p, m)
+    assert fn(z).item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(autograd(fn, z), central_differences(fn, z), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("alpha", ["0.0", "0.3", "0.5", "1.0"])

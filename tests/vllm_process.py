@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fork_server import ForkServer
+from tests.stand_in import free_port
 
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
@@ -49,9 +50,7 @@ class VllmProcess:
     ):
         self.directory = directory
         self.log = log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = port or free.getsockname()[1]
+        self.port: int = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = self.command(options)
         self._forks = forks

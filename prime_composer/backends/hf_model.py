@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,24 +105,11 @@ def ids_of(source: Any) -> set[Any]:
 
 
 def load_tokenizer(model: str | Path) -> Any | None:
-    """Return the tokenizer of a model directory or hub id; None for a directory without one.
-
-    A start asks for a teacher's several times, and its files are read once. A copy of them is the
-    caller's own: tokens that it adds are in no other.
-    """
-    folder, files = Path(model), []
-    if folder.is_dir():
-        if not has_tokenizer(folder):
-            return None
-        files = [(one.name, one.stat().st_mtime_ns) for one in folder.iterdir() if one.is_file()]
+    """Return the tokenizer of a model directory or hub id; None for a directory without one."""
+    if Path(model).is_dir() and not has_tokenizer(Path(model)):
+        return None
     with explained(model):
-        return deepcopy(_read_tokenizer(str(model), tuple(sorted(files))))
-
-
-@lru_cache(maxsize=8)
-def _read_tokenizer(model: str, files: tuple[tuple[str, int], ...]) -> Any:
-    """Return the tokenizer of files, by their names and times of change."""
-    return import_transformers().AutoTokenizer.from_pretrained(model)
+        return import_transformers().AutoTokenizer.from_pretrained(str(model))
 
 
 def load_model(

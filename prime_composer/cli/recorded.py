@@ -36,13 +36,13 @@ class RecordedRun:
     @property
     def loss(self) -> str:
         """The type of the loss."""
-        loss = self._table("loss").get("type")
+        loss = self.table("loss").get("type")
         return loss if isinstance(loss, str) else MISSING
 
     @property
     def environments(self) -> dict[str, str]:
         """The environments with their titles."""
-        tables = self._table("environments").items()
+        tables = self.table("environments").items()
         return environment_titles({k: table for k, table in tables if isinstance(table, dict)})
 
     @property
@@ -68,7 +68,7 @@ class RecordedRun:
         points = [(one["step"], one[name]) for one in self.records for name in names if name in one]
         return [step for step, _ in points], [value for _, value in points]
 
-    def _table(self, name: str) -> Mapping[str, Any]:
+    def table(self, name: str) -> Mapping[str, Any]:
         table = self.recipe.get(name)
         return table if isinstance(table, dict) else {}
 

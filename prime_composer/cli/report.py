@@ -85,20 +85,19 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
         console().print(f"{TITLES.get(metric, metric)} x 100: {signature}", soft_wrap=True)
 
 
-def print_size(run_dir: Path) -> None:
+def print_size(run: RecordedRun) -> None:
     """Print the size of a student that trains quantized, and of its newest checkpoint."""
-    run = RecordedRun.read(run_dir)
-    first = next(iter(run.records), {})
-    if "student/rounded" not in first:
+    first, table = next(iter(run.records), {}), run.table("student").get("quantize")
+    if "student/rounded" not in first or table is None:  # None: the recipe cannot be read
         return
-    quantize = QuantizeConfig.model_validate(run.recipe["student"]["quantize"])
+    quantize = QuantizeConfig.model_validate(table)
     rounded, weights = (int(first[f"student/{name}"]) for name in ("rounded", "weights"))
     bits = quantize.information(rounded, weights)
-    newest = [checkpoint.path for checkpoint in list_checkpoints(run_dir)[-1:]]
+    newest = [checkpoint.path for checkpoint in list_checkpoints(run.folder)[-1:]]
     sizes = [file.stat().st_size for path in newest for file in path.glob("*.safetensors")]
     on_disk = f"; {format_bytes(sum(sizes))} on the disk, in float32" if sizes else ""
     console().print(
-        f"student of {run_dir.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
+        f"student of {run.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
         f"in groups of {quantize.group}; {format_bytes(round(bits / 8))} of information, "
         f"{bits / weights:.2f} bits per weight{on_disk}",
         soft_wrap=True,
@@ -199,7 +198,7 @@ def print_report(runs: Sequence[str | Path]) -> None:
     print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in read for k, text in read_signatures(run.folder).items()})
     for run in read:
-        print_size(run.folder)
+        print_size(run)
     if len(read) == 1:
         if len(run.environments) > 1 and run.evaluated:
             console().print(outcome_table("by environment", *run.ends, run.environments))

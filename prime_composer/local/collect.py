@@ -96,14 +96,14 @@ class Collector:
         Teachers and sampler are checked after the batch is scored and before it trains: one that
         was exchanged while it answered is seen as well.
         """
-        self.engine, self.clock = replace(self.engine, model=weights.model), clock
-        self.metrics = {}
-        samples = self.grade(self.sample(self.problems(step), step))
-        batch = self.score(samples, step)
+        # A collector of this step alone: the run's would keep a copy of the student alive.
+        engine = replace(self.engine, model=weights.model)
+        own = replace(self, engine=engine, clock=clock, metrics={})
+        batch = own.score(own.grade(own.sample(own.problems(step), step)), step)
         if self.watch is not None:
             with clock.phase("checks"):
                 self.watch.check(weights.step, student=weights.model)
-        return Collected(batch, self.metrics, clock.laps)
+        return Collected(batch, own.metrics, clock.laps)
 
     def undivided(self, step: int) -> int:
         """Return the step of one undivided run whose problems and seeds are this island's."""

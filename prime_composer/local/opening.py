@@ -20,7 +20,7 @@ from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.backends.transformers import fix_frequencies, window, window_of
-from prime_composer.local.context import context_of
+from prime_composer.local.context import RESERVED, context_of
 from prime_composer.local.engine import Engine
 from prime_composer.local.requirements import check_backend, in_table, local_models
 from prime_composer.local.sources import ProblemsAndTasks
@@ -446,7 +446,7 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
         for teacher, scorer in teachers.scorers.items():
             limit = scorer.limits.max_model_len
             if limit is not None and teachers.routing.teachers[teacher].on_overflow == "error":
-                rooms.append(limit - 1)  # a scorer on vLLM reads one token less
+                rooms.append(limit - RESERVED["teacher's scorer"])
     return min(rooms)
 
 

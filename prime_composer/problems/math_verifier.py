@@ -55,9 +55,11 @@ class MathVerifier:
                 self._start()
             question = json.dumps([reference, text, limit, WALL_SECONDS])
             line = self._ask(question.encode() + b"\n", WALL_SECONDS + GRACE_SECONDS)
-            verdict = json.loads(line) if line.endswith(b"\n") else None
-            if verdict is None:
+            is_whole = line.endswith(b"\n")
+            if not is_whole:
                 self.close()
+            verdict = json.loads(line) if is_whole else None
+            if verdict is None:
                 budget.timeouts += 1
                 budget.spent += limit
         return bool(verdict)

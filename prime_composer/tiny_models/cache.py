@@ -17,7 +17,7 @@ from prime_composer.backends.errors import os_error
 from prime_composer.backends.model_files import cache_root, fingerprint, unusable
 from prime_composer.extras import pip_install
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.problems.prompts import prompt_text
+from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
@@ -63,7 +63,10 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     for problem in problems.worked:
         transcript = problems.transcript(problem)
         if transcript is None:
-            texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
+            data = problems.config_of(problem)
+            texts = [prompt_text(problem, data), problem.answer]
+            if not (data.chat_template or answer_text("", data)):
+                texts.append("")  # up to efc5349 such a model learned a space before the answer
         else:
             texts = [CHAT_TEMPLATE, transcript]
         if config.environments is not None:
@@ -260,10 +263,11 @@ def _write_model(
 ) -> dict[str, Any]:
     """Write a model and its tokenizer into ``folder``, and return what there is to say of it."""
     with _libraries():
-        from prime_composer.tiny_models import damage, training
-
         if isinstance(config, DamagedConfig):
-            return damage.damage_model(config, folder)._asdict()
+            from prime_composer.tiny_models.damage import damage_model
+
+            return damage_model(config, folder)._asdict()
+        from prime_composer.tiny_models import training
     data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
     if unpruned is None:
         loss = training.build_model(config, problems, folder, progress)

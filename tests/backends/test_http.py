@@ -16,6 +16,7 @@ import pytest
 from prime_composer.backends import http
 from prime_composer.backends.http import Connection, RequestRefused, ServerError
 from prime_composer.recipe.backends import Served
+from tests.stand_in import free_port
 
 
 class Answers(ThreadingHTTPServer):
@@ -182,13 +183,6 @@ def test_connection_that_is_dropped_mid_answer_is_retried(serve, connect):
     server = serve(drop, cut, GOOD)
     assert ask(connect(server.url)) == b"good"
     assert len(server.seen) == 3
-
-
-def free_port() -> int:
-    """Return a port where nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def test_server_that_never_answered_ends_soon_and_names_wait(connect):

@@ -6,7 +6,6 @@ The real server takes 25 s to start, once for the module.
 import contextlib
 import json
 import resource
-import socket
 import threading
 import time
 from collections import Counter
@@ -38,7 +37,7 @@ from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
 from tests.local.killed_teacher import expect_wait_for_killed
-from tests.stand_in import Reply, serving
+from tests.stand_in import Reply, free_port, serving
 from tests.vllm_process import QUICK, VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -284,9 +283,7 @@ def test_prompt_too_long_for_the_server_is_refused(sampler):
 
 
 def test_missing_server_error_says_how_to_start_one():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(
         ServerError,
         match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]",

@@ -342,6 +342,21 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     draw_report(folders, tmp_path / "report.png")
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_report_of_a_quantized_student_has_its_size(
+    is_lost: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And everything else where its recipe is lost."""
+    first = {"step": 0, "eval/accuracy": 0.25, "student/rounded": 960.0, "student/weights": 1000.0}
+    student = {"quantize": {"bits": 3, "group": 32}}
+    run = recorded(tmp_path / "run", first, student=student)
+    if is_lost:
+        (run / "recipe.json").unlink()
+    print_report([run])
+    out = capsys.readouterr().out
+    assert ("960 of 1,000 weights have 3 bits" in out) == (not is_lost) and "25.0%" in out
+
+
 def test_report_shows_what_an_environment_was_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,6 @@ from prime_composer.local.recipe_file import (
 from prime_composer.local.run_dir import (
     HeldRunDir,
     InUse,
-    RunDir,
     RunRequest,
     choose_run_dir,
     claim_run_dir,
@@ -35,7 +34,6 @@ from tests.conftest import TINY_RECIPE
 from tests.local.test_checkpoint import save
 
 Raw = Callable[..., dict[str, Any]]
-Choose = Callable[..., RunDir]
 
 
 @pytest.fixture(autouse=True)

@@ -94,6 +94,17 @@ def test_weight_check_of_zeros_depends_on_their_number(entries: int, largest: fl
         check.check(layer, 1)
 
 
+def test_weight_check_sees_one_nan_among_many() -> None:
+    """One entry is enough, and the number of tensors is said."""
+    layer = nn.Linear(2, 2)
+    check = WeightCheck.of_model(layer)
+    with torch.no_grad():
+        layer.weight[1, 1] = torch.nan
+        layer.bias[0] = torch.inf
+    with pytest.raises(ExplodedWeights, match="weights of weight and 1 other tensors are not"):
+        check.check(layer, 1)
+
+
 def run_with(raw: dict[str, Any], run_dir: Path, **trainer: Any) -> None:
     """Train with values of ``[trainer]`` that a recipe may not have."""
     recipe = parse_recipe(raw)

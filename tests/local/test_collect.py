@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
+    Clock,
     Collector,
+    Weights,
     group_advantages,
     mean_by_environment,
     problems_of_step,
@@ -23,6 +26,7 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
+from prime_composer.step.batch import Batch
 from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import collect, rollout, run, tiny_models
 
@@ -101,6 +105,22 @@ def test_collect_counts_answers_without_a_verdict(
     )
     _, metrics = collect(engine, recipe, 1)
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)
+
+
+def test_collector_keeps_no_copy_of_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is sampled ahead has the weights of its step; the run's collector has none."""
+    recipe = parse_recipe(TINY_RECIPE)
+    sampler = TransformersSampler(tiny_models(TINY_RECIPE)["student"])
+    tokenized = TokenizedProblems(ProblemSet([], [], recipe.sources), None)
+    engine, other = Engine(tokenized, recipe.loss, sampler.model, sampler), torch.nn.Linear(1, 1)
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay)
+    seen = []
+    monkeypatch.setattr(Collector, "problems", lambda self, step: [])
+    monkeypatch.setattr(Collector, "sample", lambda self, *_: seen.append(self.engine.model))
+    monkeypatch.setattr(Collector, "grade", lambda self, samples: [])
+    monkeypatch.setattr(Collector, "score", lambda self, *_: Batch([]))
+    collector.collect(1, Weights(0, other), Clock())
+    assert seen == [other] and collector.engine.model is sampler.model
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["data", "environments"])

@@ -26,7 +26,7 @@ from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
 from prime_composer.local.requirements import check_models
 from prime_composer.local.run import checkpoint_bytes
-from prime_composer.local.student import Student
+from prime_composer.local.student import ExplodedWeights, Student
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
@@ -620,6 +620,12 @@ def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path
     run(raw, tmp_path / "second")
     first, second = (files_of(tmp_path / name)["adapter"] for name in ("first", "second"))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_exploded_adapter_is_not_saved(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["trainer"] |= {"lr": 1e6, "warmup_steps": 0}
+    with pytest.raises(ExplodedWeights, match=r"the weights of model\.layers.*lora_[AB]"):
+        run(raw, tmp_path / "run")
 
 
 def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any]) -> None:

@@ -13,13 +13,10 @@ import torch
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import parse_loss, setup_loss_fn
+from tests.builders import double
 
 TOKENS, LENGTH = 48, 12
 """Four responses, each of which ends in a masked token."""
-
-
-def double(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def drawn(seed):

@@ -18,13 +18,9 @@ from prime_composer.losses.shared.metrics import (
     top_share,
     topk_overlap_min,
 )
-from tests.builders import VOCAB, identity_heads, packed_inputs
+from tests.builders import VOCAB, double, identity_heads, packed_inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def double(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def full_inputs(student_logits, teacher_logits, mask, tokens, log_ratio=None) -> LossInputs:

@@ -39,6 +39,10 @@ def test_the_recorded_results_name_a_killer_for_every_mutant():
     assert results.keys() == MUTANTS.keys(), f"python -m tests.mutation.run writes {RESULTS.name}"
     survivors = {name for name, result in results.items() if result == "SURVIVED"}
     assert survivors == {name for name, mutant in MUTANTS.items() if mutant.survives_because}
+    for killer in {*results.values()} - {"SURVIVED"}:
+        file, _, test = killer.partition("::")
+        name = test.partition("[")[0].partition("@")[0]
+        assert f"def {name}(" in (ROOT / file).read_text(), killer
 
 
 def test_the_recorded_results_are_as_the_program_writes_them(tmp_path, monkeypatch):

@@ -328,8 +328,10 @@ def in_a_thread(work: Any) -> None:
 
 @pytest.mark.parametrize("run", [lambda work: work(), in_a_thread], ids=["main", "other thread"])
 def test_endless_answer_is_wrong_in_time(run: Any, short_limits: None, capfd: Any) -> None:
-    """In any thread it costs its limit, is wrong and counted, and the next answer is checked."""
-    assert is_correct("5", problem_with("5"), BY_LIBRARY)  # the library is imported
+    """In any thread it costs its limit, is wrong and counted, and the next answer is checked by the
+    same worker, whose library is imported."""
+    assert is_correct("5", problem_with("5"), BY_LIBRARY)
+    worker = math_verifier.VERIFIER._process
     budget, verdicts = TimeBudget(), []
 
     def work() -> None:
@@ -340,7 +342,9 @@ def test_endless_answer_is_wrong_in_time(run: Any, short_limits: None, capfd: An
     run(work)
     assert verdicts == [False, False, True]
     assert budget.timeouts == 2 and budget.spent == pytest.approx(0.6 + 0.6)
-    # Each costs its limit, and the start of a worker: whatever else the machine has to do.
+    assert math_verifier.VERIFIER._process is worker
+    # Each costs its limit, whatever else the machine has to do; and one start, of the worker.
+    math_verifier.VERIFIER.close()
     assert 2 * 0.6 <= cpu_of_ended_workers() - before < 10
     assert capfd.readouterr() == ("", "")
 

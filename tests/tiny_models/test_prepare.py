@@ -263,6 +263,17 @@ def test_cache_key_ignores_the_rest(tmp_path):
     assert key_of(data=DataConfig(source="jsonl", path=tmp_path / "b")) not in keys
 
 
+@pytest.mark.parametrize("end", ["A:", "A:\n"])
+def test_key_follows_the_space_before_an_answer(end, monkeypatch):
+    """Behind a line break models of before had learned one; others keep their folders."""
+    data = DATA.model_copy(update={"prompt_template": "{question} " + end})
+    key = key_of(data=data)
+    monkeypatch.setattr(
+        "prime_composer.tiny_models.cache.answer_text", lambda answer, _: f" {answer}"
+    )
+    assert (key == key_of(data=data)) == (end == "A:")
+
+
 RECORDED_KEYS = {
     "gsm8k_opd.toml": {
         "student": "qwen3-3x64-2ca34ced3eaccb94",

@@ -24,8 +24,6 @@ from prime_composer.upstream.versions.capabilities import (
 from prime_composer.upstream.versions.records import probe_contract
 from tests.upstream import fake_prime_rl
 
-PLACE = HookPlace("prime_rl.a", "f", ("x", "y"))
-
 
 def module(name, **members):
     made = types.ModuleType(f"prime_rl.{name}")

@@ -7,13 +7,13 @@ and gathering the log-probs.
 import datetime
 import json
 import os
-import socket
 import types
 
 import pytest
 import torch
 
 from tests.fork_server import REPO, ForkServer
+from tests.stand_in import free_port
 
 V, D, K, N = 53, 8, 4, 12
 
@@ -131,9 +131,7 @@ def test_context_parallel_ranks_agree_with_one_rank(
 ) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         torch_forks.start("-c", RANK, rank, port, trained, states, cwd=REPO) for rank in (0, 1)
     ]

@@ -25,7 +25,6 @@ from tests.upstream.signatures import MAIN, TREES, recorded, stand_in
 
 LOSS = "prime_rl.trainer.rl.loss"
 HEAD = "prime_rl.trainer.models.layers.lm_head"
-CLIENTS = "prime_rl.orchestrator.clients:prefill_logprobs"
 SAMPLES = "prime_rl.orchestrator.trajectories:trace_to_samples"
 EVERY = list(ROADS)
 ADAPTER = EVERY[2:5]

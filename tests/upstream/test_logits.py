@@ -569,3 +569,14 @@ def test_ids_that_sampling_kept_are_refused_with_a_support(newer, state):
     state.k = 0
     state.begin(micro_batch)
     assert "logits" in head(torch.randn(1, N, D), **given)
+
+
+def test_batch_without_a_support_names_the_switch(head, state):
+    """Of an orchestrator that keeps the scores alone, or runs without the adapter."""
+    micro_batch, _ = batch()
+    micro_batch["routed_experts"] = None
+    state.begin(micro_batch)
+    logprobs = torch.zeros(N)
+    state.micro_batch.place([logprobs])
+    with pytest.raises(ValueError, match=f"top-{K} was expected.*Set PRIME_COMPOSER for every"):
+        state.aligned(logprobs)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import types
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from prime_composer.upstream.silent_hook import SilentHook
 from prime_composer.upstream.trainer import hooks
 from prime_composer.upstream.trainer.adapter import trainer_adapter
 from tests.fork_server import REPO
+from tests.stand_in import free_port
 from tests.upstream import fake_prime_rl
 from tests.upstream.fake_prime_rl import micro_batch
 
@@ -260,9 +260,7 @@ torch.distributed.destroy_process_group()
 
 def test_silent_loss_is_judged_by_the_rank_with_tokens(torch_forks):
     """The other rank has padding alone: it neither waits for the first one nor complains."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [torch_forks.start("-c", RANK, rank, port, cwd=REPO) for rank in (0, 1)]
     said = []
     for rank in ranks:

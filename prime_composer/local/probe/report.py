@@ -68,7 +68,8 @@ class ModelFacts:
     context: int | None = None  # longest sequence in tokens
     vocabulary: int | None = None  # entries of the output head
     largest_k: int | None = None  # that scoring accepts, or that it accepted of the table's
-    largest_k_exact: bool = True  # False where a larger K may be accepted too
+    # False where a larger K may be accepted too; None where no K is known
+    largest_k_exact: bool | None = None
     logprob_mode: str | None = None  # "processed": after temperature and top-p
     tokenizer: TokenizerFacts | None = None  # None where it cannot be read nor asked
 

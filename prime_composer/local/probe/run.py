@@ -319,6 +319,7 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
             context=window_of(engine.model.config),
             vocabulary=engine.vocab_size,
             largest_k=engine.vocab_size,
+            largest_k_exact=True,
         ),
         scorer=None,
         ask=ask,
@@ -338,6 +339,7 @@ def model_facts(spec: BackendSpec, limits: Limits) -> ModelFacts:
         context=limits.max_model_len,
         vocabulary=limits.vocab_size,
         largest_k=limits.max_logprobs,
+        largest_k_exact=None if limits.max_logprobs is None else True,
     )
 
 
@@ -353,6 +355,7 @@ def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> Studen
         model_facts(spec, sampler.limits),
         vocabulary=engine.vocab_size,
         largest_k=None,
+        largest_k_exact=None,
         logprob_mode=found.attempt("log-prob mode", lambda: logprob_mode(sampler, prompt)),
         tokenizer=read_tokenizer(engine.problems.tokenizer),
     )

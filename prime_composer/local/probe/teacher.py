@@ -136,11 +136,12 @@ def probe_teacher(
             "tokenizers",
             lambda: pair_facts(scorer, target.samples, tokenized.tokenizer, tokenizer, k),
         )
+    largest_k = target.facts.largest_k or widest or None
     return TeacherReport(
         facts=replace(
             target.facts,
-            largest_k=target.facts.largest_k or widest or None,
-            largest_k_exact=target.facts.largest_k is not None,
+            largest_k=largest_k,
+            largest_k_exact=target.facts.largest_k is not None if largest_k else None,
             logprob_mode=mode,
             tokenizer=facts,
         ),
