@@ -99,7 +99,7 @@ class Waiting:
 
 def back_off(tries: int) -> float:
     """Return the seconds before another try, drawn, so that many requests do not come at once."""
-    return random.uniform(0.02, min(10.0, 0.1 * 2**tries))
+    return random.uniform(0.02, min(10.0, 0.1 * 2 ** min(tries, 7)))
 
 
 class Incoming:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from prime_composer.backends.http import (
     SHORT_ANSWER,
@@ -68,6 +69,15 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
+def _table_of(url: str, section: str) -> Served:
+    """Return the table of a URL alone."""
+    try:
+        return Served(url=url)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ServerError(f"url in {section}: {reason}.", section=section) from None
+
+
 class Server:
     """A running vLLM server: what sampler and scorer share.
 
@@ -75,7 +85,7 @@ class Server:
     served name; None accepts any. ``section`` names the table in messages. A server that has never
     answered is waited for in full where it may be ``starting``. ``status`` is shown for whom the
     run waits, and ``concurrency`` requests are sent at once. A ``ServerError`` says that nothing
-    answers, that another model is served, or that key or environment cannot be used.
+    answers, that another model is served, or that URL, key or environment cannot be used.
     """
 
     def __init__(
@@ -89,7 +99,7 @@ class Server:
         concurrency: int = 32,
         max_logprobs: int | None = None,  # the server's --max-logprobs, where known
     ):
-        table = Served(url=served) if isinstance(served, str) else served
+        table = _table_of(served, section) if isinstance(served, str) else served
         self._connection = Connection(
             table, section, starting=starting, status=status, concurrency=concurrency
         )

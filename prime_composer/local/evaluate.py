@@ -101,7 +101,7 @@ class Evaluator:
 
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
         bounds, and the entropy is left out. On a top K of a mixture they are no bounds
-        (``backends.mixture.mix``).
+        (``teachers.mixture.mix``).
 
         ``eval/overlap`` and ``eval/overlap_advantage`` are means of ``overlap`` for the loss's K or
         16: in the whole vocabulary, and on the top K of one teacher with the student's tokenizer.

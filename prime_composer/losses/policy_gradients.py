@@ -65,7 +65,7 @@ class SampledReverseKLLossConfig(LossConfig):
     With ``[reference]`` in a recipe, q is not the teacher alone: its log-prob is lambda log q +
     (1 - lambda) log r with a reference model r, so that A = lambda (log q - log r) - (log p - log
     r). That is G-OPD, and with lambda above 1 ExOPD. The sum is formed where the rollouts are
-    scored (``backends.mixture.extrapolate``), and the loss receives it as ``ref_logprobs``.
+    scored (``teachers.mixture.extrapolate``), and the loss receives it as ``ref_logprobs``.
 
     Temperature: A compares p and q at 1. rho, the trust region and kl_tau compare p and mu at the
     sampling temperature. prime-rl's trainer has p at that temperature alone, in A too.

@@ -23,7 +23,7 @@ from prime_composer.scoring.head import worker_head
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
-HEAD_METHOD = "prime_composer_head"  # Name of ``head.read_head`` among the methods of vLLM's worker
+HEAD_METHOD = "prime_composer_head"  # ``head.worker_head`` among the methods of vLLM's worker
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 

@@ -152,7 +152,9 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
     assumed = "" if installed else " assumed, it is not installed here"
     print(f"prime-rl: {run.export.version.name}{assumed}")
     print(f"command: {command}")
-    done, resolved = run.check() if installed else (None, f"@{run.file.resolve()}")
+    done, resolved = run.check() if installed else (None, run.switch)
+    if resolved == "1":  # in a process that is started by hand it would name no loss
+        resolved = f"@{run.file.resolve()}"
     print("environment, also of each process that you start by hand:")
     print(f"    export {SWITCH}={shlex.quote(public_url(resolved))}")
     print(f'    export PATH={shlex.quote(str(folder))}{os.pathsep}"$PATH"')

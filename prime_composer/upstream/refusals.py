@@ -7,13 +7,21 @@ the same keys. A process that was started by hand has no config, and applies the
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.losses.needs import missing_inputs
+from prime_composer.upstream.settings import (
+    IMPORT_PATH,
+    PROMPTS_KEY,
+    SECTION,
+    SWITCH,
+    TOKENIZERS_KEY,
+    AdapterSettings,
+)
 from prime_composer.upstream.versions.records import LOSS_V0_7
 from prime_composer.upstream.versions.toml_shapes import at
 
@@ -27,9 +35,9 @@ class LaunchedRun(NamedTuple):
     """What the rules read."""
 
     loss: LossConfig
-    settings: Any  # ``AdapterSettings`` with what follows from the loss
+    settings: AdapterSettings  # with what follows from the loss
     config: Any = None  # prime-rl's: the launcher's object, or tables of a TOML; None: none is here
-    section: str = "trainer.loss.kwargs"  # table that has the loss, for messages
+    section: str = SECTION  # table that has the loss, for messages
     names_loss: bool = True  # whether [trainer.loss] of the config names our loss
     replays: bool = False  # whether this prime-rl's trainer replays what sampling has cut off
 
@@ -73,15 +81,15 @@ def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:
     beside = run.settings.rewards == "beside"
     if run.names_loss and beside and run.config is not None:
         yield (
-            'PRIME_COMPOSER: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, '
+            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, '
             "and this run names ours there. For one loss of rewards and a teacher use compose, or "
             "rl_mix of any loss."
         )
     if not run.names_loss and (run.settings.rewards == "in_loss" or not _compares(run)):
         yield (
-            f"PRIME_COMPOSER names {run.loss.type!r}, a loss of rl tokens. Those are set in "
+            f"{SWITCH} names {run.loss.type!r}, a loss of rl tokens. Those are set in "
             '[trainer.loss]: write type = "custom", import_path = '
-            f'"prime_composer.upstream.loss_fn", and the table in [{run.section}].'
+            f'"{IMPORT_PATH}", and the table in [{run.section}].'
         )
 
 
@@ -93,7 +101,7 @@ def rewards(run: LaunchedRun) -> Iterator[str]:
     ):
         reads = "rewards and a teacher" if given == "in_loss" else "a teacher and no rewards"
         yield (
-            f'PRIME_COMPOSER: rewards = "{given}" is for a loss that reads {reads}, and '
+            f'{SWITCH}: rewards = "{given}" is for a loss that reads {reads}, and '
             f"{run.loss.type!r} is none. Leave rewards out."
         )
     for path, table in run.train_tables():
@@ -118,8 +126,8 @@ def asker(run: LaunchedRun) -> Iterator[str]:
         return
     give_k = 'leave asked_by = "trainer" and k = "full" out, and give the loss a number k.'
     for key, given, of_recipe in (
-        ("teacher_tokenizers", settings.teacher_tokenizers, 'tokenizer = "own"'),
-        ("teacher_prompts", settings.teacher_prompts, "[teacher.prompt]"),
+        (TOKENIZERS_KEY, settings.teacher_tokenizers, 'tokenizer = "own"'),
+        (PROMPTS_KEY, settings.teacher_prompts, "[teacher.prompt]"),
     ):
         if given:
             yield (
@@ -127,7 +135,8 @@ def asker(run: LaunchedRun) -> Iterator[str]:
                 f"the trainer has no messages: {give_k}"
             )
     of_all = run.at("orchestrator.train.algo") or run.at("orchestrator.algo")
-    for path, table in run.train_tables():
+    every, *sources = run.train_tables()
+    for path, table in sources or [every]:
         if at(at(table, "algo") or of_all, "type") == "opsd":
             yield (
                 f"{path} has the algorithm opsd, whose teacher reads a hint, and the trainer, "
@@ -206,7 +215,8 @@ def sampling_replay(run: LaunchedRun) -> Iterator[str]:
 def job_script(run: LaunchedRun) -> Iterator[str]:
     """`uv sync` in a job keeps what prime-rl locks alone, and removes this package."""
     slurm = run.at("slurm")
-    if (path := at(slurm, "template_path")) is None:  # none, or a TOML without prime-rl's defaults
+    path = at(slurm, "template_path")
+    if path is None or isinstance(run.config, Mapping):  # a TOML lacks prime-rl's defaults
         return
     template, lock = Path(path), Path(slurm.project_dir) / "uv.lock"
     lines = (line.partition("#")[0] for line in template.read_text("utf-8").splitlines())

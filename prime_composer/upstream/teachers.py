@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from prime_composer.upstream.settings import TeacherEntry
@@ -61,6 +62,12 @@ def header_entries(header: str) -> Any:
             "weight}. Its value is not shown: it may have passwords."
         ) from None
     return entries
+
+
+@cache
+def teachers_of(header: str) -> tuple[Teacher, ...]:
+    """Return the teachers of a client's header, which is the same in each of its requests."""
+    return tuple(read_entries(header_entries(header)))
 
 
 def _entries(client: Any, model: str, place: str) -> Any:

@@ -282,6 +282,14 @@ def test_prompt_too_long_for_the_server_is_refused(sampler):
         sampler.generate([[5] * 300], SamplingParams(max_tokens=21), seed=0)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "ftp://host:21", "localhost:8001", "", "http://", "http://h:port", "x y"]
+)
+def test_url_of_no_server_names_its_key(url):
+    with pytest.raises(ServerError, match=r"^url in \[teacher\]: "):
+        ServerScorer(url)
+
+
 def test_missing_server_error_says_how_to_start_one():
     port = free_port()
     with pytest.raises(

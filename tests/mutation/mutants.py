@@ -940,7 +940,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "tape: failed mark forgotten": mutant(
         TAPE_STORE, "Store.mark",
-        ("[path for path in self._unproven if path not in names]", "[]"),
+        ("[*self._unproven.items()]", "[self._unproven.popitem() for _ in [*self._unproven]]"),
+        ("self._unproven.pop(path)", "None"),
     ),
     "tape: another's answer kept twice": mutant(
         TAPE_STORE, "Store.add", ("self.refresh()", "None"),

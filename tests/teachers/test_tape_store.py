@@ -220,6 +220,16 @@ def test_store_stops_at_its_limit(tmp_path: Path) -> None:
     assert len(told) == 1 and "tape_gb" in told[0]
 
 
+def test_store_counts_what_killed_writers_left(tmp_path: Path) -> None:
+    """Answers without a mark are nobody's, and take room as the others do."""
+    told: list[str] = []
+    for key in "abc":  # each of a run that ends before it has asked its teacher again
+        with opened(tmp_path, told, limit=900) as store:
+            store.add([record(key, key.encode() * 500)], marked=False)
+    assert len(told) == 2 and all("tape_gb" in text for text in told)
+    assert len([*tmp_path.glob("answers-*")]) == 1
+
+
 def test_store_that_cannot_be_begun_names_its_folder(tmp_path: Path) -> None:
     """A file in the folder's place is the system's error, with the path."""
     (tmp_path / "tape").write_text("")

@@ -140,6 +140,18 @@ def test_dry_run_without_prime_rl_prints_the_export(no_prime_rl, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_without_prime_rl_keeps_a_loss_in_the_environment(
+    no_prime_rl, tmp_path, monkeypatch, capsys
+):
+    """The file of an own TOML may name none."""
+    given = '{"loss": {"type": "taid", "total_steps": 5}}'
+    monkeypatch.setenv("PRIME_COMPOSER", given)
+    (tmp_path / "native.toml").write_text(NATIVE)
+    with pytest.raises(RecipeError, match="no prime-rl in this environment"):
+        launch.launch(tmp_path / "native.toml", dry_run=True)
+    assert f"export PRIME_COMPOSER='{given}'" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("status,verdict", [(0, "accepts the file"), (3, "refuses the file")])
 def test_dry_run_reports_prime_rls_verdict(
     some_prime_rl, tmp_path, monkeypatch, capsys, status, verdict

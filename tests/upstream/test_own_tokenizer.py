@@ -33,7 +33,7 @@ from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.trainer.batches import PackedMicroBatch  # noqa: E402
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
@@ -393,6 +393,20 @@ def test_other_teachers_are_asked_as_ever(served, student, switch):
     assert request.start == 1 and request.requests[1].k == K
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_several_teachers_in_a_header_are_refused(served, student, frozen):
+    """The header is that of a mixture, written by hand where settings do not say so."""
+    teachers = json.dumps([{"url": served.url, "model": "m3", "weight": 1}])
+    client = types.SimpleNamespace(default_headers={HEADER: teachers})
+
+    async def ask():
+        hooks.SCORING.set(hooks.Scoring(frozen, [conversation(student, "ab")]))
+        await clients_module().prefill_logprobs(client, "m3", [1, 2])
+
+    with pytest.raises(ValueError, match="^teacher_tokenizers: .* mixture: route each"):
+        asyncio.run(ask())
+
+
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
@@ -417,9 +431,16 @@ def test_server_with_another_tokenizer_is_refused(student):
         scored(url, conversation(student, "ab"))
 
 
-def test_tokenizer_that_is_not_there_is_named(served, student, switch):
-    switch(teacher_tokenizers={"m3": "nowhere"})
-    with pytest.raises(ValueError, match="teacher_tokenizers names 'nowhere'"):
+@pytest.mark.parametrize(
+    ("more", "needle"),
+    [
+        ({"teacher_tokenizers": {"m3": "nowhere"}}, "teacher_tokenizers names 'nowhere'"),
+        ({"student_tokenizer": None}, "student_tokenizer is not"),
+    ],
+)
+def test_tokenizer_that_is_not_there_is_named(served, student, switch, more, needle):
+    switch(**more)
+    with pytest.raises(ValueError, match=needle):
         scored(served.url, conversation(student, "ab"))
 
 

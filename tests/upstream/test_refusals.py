@@ -100,6 +100,10 @@ FINE = {
     "optimizer states on the CPU": (FULL, {}, {**source(), **trainer(optim_cpu_offload=True)}),
     "a top K and a head on the CPU": (TOP, {}, trainer(full_offload=True)),
     "hints by the orchestrator": (TOP, {}, source(algo={"type": "opsd"})),
+    "hints of no source": (
+        TOP, {"asked_by": "trainer"},
+        {"orchestrator": {"algo": {"type": "opsd"}, "train": {"source": [
+            {"name": "a", "resolved_name": "a", "algo": OPD}]}}}),
 }  # fmt: skip
 
 
@@ -199,6 +203,7 @@ def test_check_applies_the_rules_to_a_native_toml(tmp_path):
     with pytest.raises(ValueError, match="min_abs_advantage = 0.5"):
         launch.check_native(tmp_path / "native.toml", [])
     native["orchestrator"]["train"]["min_abs_advantage"] = 0.0
+    native["slurm"] = {"template_path": "of another machine"}  # the launcher reads it
     (tmp_path / "native.toml").write_text(tomli_w.dumps(native))
     assert launch.check_native(tmp_path / "native.toml", [])["k"] == 2
 

@@ -112,7 +112,7 @@ class Store:
         self._tell, self._limit = tell, limit
         self._answers: dict[str, list[StoredAnswer]] = {}
         self._sizes: dict[Path, int] = {}
-        self._unproven: list[Path] = []
+        self._unproven: dict[Path, set[str]] = {}  # the keys of its answers, by file
         self._is_written = limit != 0
         if self._is_written:
             folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +129,12 @@ class Store:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes.values())
+        """Bytes of all files, also of those that another writer has not marked."""
+        size = sum(self._sizes.values())
+        for path in {*self.folder.glob(UNPROVEN)} - self._sizes.keys():
+            with suppress(FileNotFoundError):  # its writer has just marked it
+                size += path.stat().st_size
+        return size
 
     @property
     def answers(self) -> Iterator[StoredAnswer]:
@@ -216,14 +220,16 @@ class Store:
 
     def mark(self) -> None:
         """Say that the teacher is the right one still: what was kept may be read by others."""
-        names = {}
-        for path in self._unproven:
+        for path, keys in [*self._unproven.items()]:
             with suppress(OSError):  # it stays due
-                names[path] = path.rename(path.with_suffix(".tape"))
-                self._sizes[names[path]] = self._sizes.pop(path)
-        self._unproven = [path for path in self._unproven if path not in names]
-        for of_key in self._answers.values():
-            of_key[:] = [one._replace(path=names.get(one.path, one.path)) for one in of_key]
+                proven = path.rename(path.with_suffix(".tape"))
+                self._unproven.pop(path)
+                self._sizes[proven] = self._sizes.pop(path)
+                for key in keys:
+                    self._answers[key] = [
+                        one._replace(path=proven) if one.path == path else one
+                        for one in self._answers[key]
+                    ]
 
     def add(self, records: Sequence[Record], marked: bool = True) -> None:
         """Keep the answers of one call, all or none, without those that are there already.
@@ -254,7 +260,7 @@ class Store:
                 self._stop(error.strerror or str(error))
                 return
             if not marked:
-                self._unproven.append(path)
+                self._unproven[path] = {note.key for note in new}
             self._register(path)
 
     def _stop(self, reason: str) -> None:

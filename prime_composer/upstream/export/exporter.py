@@ -69,7 +69,6 @@ def export_recipe(
     built = dict.fromkeys(unbuilt, "not built") | dict(models or {})
     plan = ExportPlan.of(recipe, version, built, problems)
     table = build_tables(plan)
-    kwargs = table["trainer"]["loss"]["kwargs"]
     missing = [] if fields is None else fields.unknown(table)
     if missing:
         raise RecipeError(
@@ -78,7 +77,7 @@ def export_recipe(
             f"prime-rl {versions_that_run()}, or run the recipe with --engine local."
         )
     merge_native(table, recipe.prime_rl, version.name)
-    refuse_table(recipe, version, kwargs, table)
+    refuse_table(recipe, version, table)
     if unbuilt:
         raise RecipeError(
             f"{', '.join(f'[{name}.prepare]' for name in unbuilt)}: builds models first. Run "

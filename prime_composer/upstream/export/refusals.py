@@ -11,8 +11,9 @@ from typing import Any
 from prime_composer.problems.config import CHAT_KEYS
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.settings import TEACHER_KEYS, AdapterSettings
+from prime_composer.upstream.settings import SECTION, TEACHER_KEYS, AdapterSettings
 from prime_composer.upstream.versions.records import Version
+from prime_composer.upstream.versions.toml_shapes import at
 
 RUN_LOCALLY = "or run the recipe with --engine local."
 
@@ -24,13 +25,10 @@ def refuse_recipe(recipe: Recipe) -> None:
             raise RecipeError(sentence)
 
 
-def refuse_table(recipe: Recipe, version: Version, kwargs: Any, table: Any) -> None:
-    """Check an exported TOML, in which prime-rl's own settings have won, as the launcher would.
-
-    ``kwargs`` is the loss table that was exported.
-    """
+def refuse_table(recipe: Recipe, version: Version, table: Any) -> None:
+    """Check an exported TOML, in which prime-rl's own settings have won, as the launcher would."""
     try:
-        settings = AdapterSettings.model_validate({"loss": kwargs})
+        settings = AdapterSettings.model_validate({"loss": at(table, SECTION)})
         settings.derived(recipe.loss, "loss", config=table, replays=version.replays_sampling)
     except ValueError as error:
         remedy = "" if RUN_LOCALLY in str(error) else f", {RUN_LOCALLY}"

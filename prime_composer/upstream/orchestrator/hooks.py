@@ -36,9 +36,9 @@ from prime_composer.upstream.orchestrator.hints import (
 )
 from prime_composer.upstream.orchestrator.messages import scored_by_prompt, scored_by_tokenizer
 from prime_composer.upstream.orchestrator.mixture import score_by_each
-from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
-from prime_composer.upstream.teachers import header_entries, read_entries
+from prime_composer.upstream.teachers import teachers_of
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import located, take
 from prime_composer.upstream.versions.toml_shapes import HEADER
@@ -106,19 +106,24 @@ def hook_client(module: Any) -> None:
         if scoring is not None:
             scoring.asked = True
             frozen |= scoring.frozen
+        if header is not None and settings.teacher_tokenizers:
+            raise ValueError(
+                f"{TOKENIZERS_KEY}: a teacher with a tokenizer of its own has ids without a "
+                "probability, which are missing from a mixture: route each environment to one "
+                "teacher."
+            )
         if settings.trainer_asks and frozen:
             return marked(wire.unscored(len(token_ids)))
 
         async def score(client: Any, name: str) -> Scores:
             if scoring is not None and frozen and name in (settings.teacher_tokenizers or {}):
-                assert header is None, "settings refuse a mixture of such teachers"
                 return await scored_by_tokenizer(REQUESTS, client, name, scoring.traces, token_ids)
             if scoring is not None and frozen and name in (settings.teacher_prompts or {}):
                 return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
             return await REQUESTS.score(client, name, token_ids, k, frozen=frozen)
 
         if header is not None:
-            request = score_by_each(score, read_entries(header_entries(header)), token_ids)
+            request = score_by_each(score, teachers_of(header), token_ids)
         else:
             request = score(openai, model)
         return marked(wire.sent(await said(request)))

@@ -230,7 +230,12 @@ def own_tokenizer(name: str) -> OwnTokenizer:
     assert settings is not None and settings.loss is not None, "a setting of this variable"
     assert settings.teacher_tokenizers is not None
     directory, student = settings.teacher_tokenizers[name], settings.student_tokenizer
-    assert student is not None, "student_tokenizer: prime-rl's launcher names it"
+    if student is None:
+        raise ValueError(
+            f"{SWITCH}: {TOKENIZERS_KEY} is set and student_tokenizer is not. prime-rl's launcher "
+            "`rl` fills it in. Where processes are started one by one, give the orchestrator the "
+            "directory or hub id of the student."
+        )
     loss = parse_loss(settings.loss)
     fixed = any(part.needs_fixed_support for part, _ in loss.needs_by_section().values())
     own, asks = tokenizer_at("student_tokenizer", student), asks_of(settings, name)

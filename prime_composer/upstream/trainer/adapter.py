@@ -117,7 +117,11 @@ class TrainerAdapter:
             self.settings is not None and self.settings.needs_orchestrator
         )
         config = parse_loss_table(own_table, section)
-        assert self.loss is None or self.loss.objective.config == config, "two losses"
+        if self.loss is not None and self.loss.objective.config != config:
+            raise ValueError(
+                f"Two losses for one trainer: {self.loss.objective.config!r} is registered "
+                f"already, and [{section}] has {config!r}: keep one of {SWITCH} and [trainer.loss]."
+            )
         of_adapter = {
             'asked_by = "trainer"': in_file_too.get("asked_by") == "trainer",
             TOKENIZERS_KEY: TOKENIZERS_KEY in in_file_too,
