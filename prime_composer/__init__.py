@@ -2,9 +2,9 @@
 
 A map, in the order of the imports; CONTRIBUTING.md walks through it. No room imports one below it:
 
-- ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between trainer and
-  loss with the types of its metrics, the maths of divergences, log-probs from hidden states,
-  divergences over the vocabulary.
+- ``contract``, ``fused``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between
+  trainer and loss with the types of its metrics, what a GPU compiles, the maths of divergences,
+  log-probs from hidden states, divergences over the vocabulary.
 - ``tables``: the base of every table that a user writes.
 - ``removed``: keys of earlier versions, and what to do instead.
 - ``extras``: the pip line of an optional part, as every message has it.

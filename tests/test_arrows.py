@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
-MATHS = ["contract", "divergences", "lm_head", "full_vocabulary"]
+MATHS = ["contract", "fused", "divergences", "lm_head", "full_vocabulary"]
 """The lowest first. Each may import those before it, and the first one nothing of ours."""
 
 ROOMS = [

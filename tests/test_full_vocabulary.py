@@ -479,8 +479,8 @@ def test_blocks_change_no_number(name, sizes, monkeypatch):
     expected = value_and_gradients(ours, two)
     rows, chunk = sizes
     monkeypatch.setitem(kernel.BLOCKS, "cpu", sizes)
-    monkeypatch.setattr(general, "TOKENS", rows)
-    monkeypatch.setattr(general, "CHUNK", chunk)
+    monkeypatch.setitem(general.TOKENS, "cpu", rows)
+    monkeypatch.setitem(general.CHUNK, "cpu", chunk)
     monkeypatch.setitem(general.CACHED, "cpu", 2 * rows * V)
     for found, wanted in zip(value_and_gradients(ours, two), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)

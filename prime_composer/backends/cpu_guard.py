@@ -1,7 +1,8 @@
 """Prepare this process for transformers and vLLM on a machine whose PyTorch is built for the CPU.
 
-Everything here changes the whole process. On a CUDA build only ``set_vllm_environment`` and
-``keep_process_groups`` have an effect. ``import_vllm`` calls them in this order:
+Everything here changes the whole process. On a CUDA build only ``set_vllm_environment``,
+``keep_process_groups`` and ``keep_graphs`` (before each engine) have an effect. ``import_vllm``
+calls the others in this order:
 
 - ``hide_cuda_packages``: before transformers is imported
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -175,6 +177,21 @@ def keep_process_groups() -> None:
 
     module: Any = core
     module.cleanup_dist_env_and_memory = keep
+
+
+def keep_graphs() -> None:
+    """Keep the CUDA graphs of the engines that are open, before another one starts.
+
+    To estimate its memory, an engine captures graphs and then drops those of the whole process.
+    Whoever had captured them fails at its next batch: "CUDA graph capturing detected at an
+    inappropriate time".
+
+    TODO(vllm): remove once an engine drops its own graphs alone.
+    """
+    from vllm.compilation import breakable_cudagraph, cuda_graph
+
+    for owner in (cuda_graph.CUDAGraphWrapper, breakable_cudagraph.BreakableCUDAGraphWrapper):
+        owner._all_instances = WeakSet()
 
 
 def import_vllm(multiprocessing: bool = False) -> Any:

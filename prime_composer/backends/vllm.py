@@ -30,6 +30,7 @@ from prime_composer.backends.answers import check_choices
 from prime_composer.backends.cpu_guard import (
     built_for_cpu,
     import_vllm,
+    keep_graphs,
     preserved_rng,
     return_freed_memory,
     use_threads,
@@ -117,6 +118,8 @@ class VLLMEngine:
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patches.install_patches()
+            if not cpu:
+                keep_graphs()
             with packed_weights() as packed, foreign_classes_kept():
                 self._llm = vllm.LLM(**arguments)
         # Weights that another process packs are none of ours.

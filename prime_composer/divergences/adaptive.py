@@ -54,6 +54,10 @@ def adaptive_kl(
     return weight * forward + (1 - weight) * reverse
 
 
+MANY = 1024
+"""Outcomes whose sort costs more than a wait for a GPU, to ask which of them can be heads."""
+
+
 def head_share(
     p: Float[Tensor, "*pos n"], q: Float[Tensor, "*pos n"], head_mass: float, has_tail: bool
 ) -> Float[Tensor, "*pos"]:
@@ -68,11 +72,13 @@ def head_share(
     total = gaps.sum(-1)
     if has_tail:
         masses, gaps = masses[..., :-1], gaps[..., :-1]
-    # All masses below this sum to less than what lies outside of the head: they need no order.
-    least = (masses.sum(-1, keepdim=True) - head_mass) / masses.shape[-1]
-    candidates = (masses >= least).reshape(-1, masses.shape[-1]).any(0)
-    masses, order = masses[..., candidates].sort(dim=-1, descending=True, stable=True)
+    if masses.shape[-1] > MANY:
+        # All masses below this sum to less than what lies outside of the head: they need no order.
+        least = (masses.sum(-1, keepdim=True) - head_mass) / masses.shape[-1]
+        candidates = (masses >= least).reshape(-1, masses.shape[-1]).any(0)
+        masses, gaps = masses[..., candidates], gaps[..., candidates]
+    masses, order = masses.sort(dim=-1, descending=True, stable=True)
     in_head = masses.cumsum(-1) <= head_mass
     in_head[..., :1] = True
-    head = torch.where(in_head, gaps[..., candidates].gather(-1, order), 0.0).sum(-1)
+    head = torch.where(in_head, gaps.gather(-1, order), 0.0).sum(-1)
     return torch.where(total == 0, 0.5, head / torch.where(total == 0, 1.0, total))

@@ -123,6 +123,8 @@ class Side:
         settings = self.settings
         if chunk.dtype == out.dtype:
             torch.mm(self.hidden[rows], chunk.T, out=out)
+        elif out.is_cuda and out.is_contiguous():
+            torch.mm(self.hidden[rows], chunk.T, out_dtype=out.dtype, out=out)
         else:
             out.copy_(matmul(self.hidden[rows], chunk.T))
         if settings.rounded_to is not None:
@@ -237,12 +239,14 @@ class GradientSums:
             grad.mul_(cap_slope)
         if self.student.factor != 1:
             grad.mul_(self.student.factor)
+        if self.bias is not None:
+            self.bias[self.ids] += grad.sum(0)
+        if grad.is_cuda:
+            grad = grad.to(weight.dtype)  # once for both products
         if self.hidden is not None:
             _add_product(self.hidden[rows], grad, weight)
         if self.weight is not None:
             _add_product(self.chunk, grad.T, self.student.hidden[rows])
-        if self.bias is not None:
-            self.bias[self.ids] += grad.sum(0)
 
     def end(self) -> None:
         """End the chunk: one rounding to the weight's dtype."""

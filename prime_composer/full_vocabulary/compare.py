@@ -22,6 +22,7 @@ from prime_composer.divergences.adaptive import head_share
 from prime_composer.full_vocabulary.heads import by_teachers, check
 from prime_composer.full_vocabulary.kernel import kls
 from prime_composer.full_vocabulary.token_blocks import by_token_blocks
+from prime_composer.fused import fused
 
 
 def compare(
@@ -68,7 +69,7 @@ def _called(
 ) -> Callable[[slice, Tensor, Tensor], Tensor]:
     def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
         own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
-        return divergence(log_p, log_q, normalization="full", **own)
+        return fused(divergence, log_p.device)(log_p, log_q, normalization="full", **own)
 
     return call
 

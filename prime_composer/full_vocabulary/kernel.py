@@ -28,7 +28,7 @@ from prime_composer.full_vocabulary.blocks import (
     centered_in_place,
 )
 
-BLOCKS = {"cpu": (256, 512), "cuda": (1024, 8192)}
+BLOCKS = {"cpu": (256, 512), "cuda": (4096, 8192)}
 """Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
 the elementwise passes over it take little next to the matrix products."""
 

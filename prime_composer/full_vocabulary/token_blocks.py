@@ -13,14 +13,15 @@ from torch.autograd.function import once_differentiable
 
 from prime_composer.contract import IN_TAIL, TwoHeads
 from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums, Plan, Side
+from prime_composer.fused import fused
 
-LOGITS = {"cpu": 2**24, "cuda": 2**25}  # Most of one side in a block, per device type
+LOGITS = {"cpu": 2**24, "cuda": 2**27}  # Most of one side in a block, per device type
 
-TOKENS = 256  # Most tokens of a block
+TOKENS = {"cpu": 256, "cuda": 1024}  # Most tokens of a block, per device type
 
-CHUNK = 8192  # Vocabulary entries of a matrix product
+CHUNK = {"cpu": 8192, "cuda": 2**18}  # Vocabulary entries of a matrix product, likewise
 
-CACHED = {"cpu": 2**18, "cuda": 2**25}  # Log-probs at a time. On a CPU they fit the cache
+CACHED = {"cpu": 2**18, "cuda": 2**27}  # Log-probs at a time. On a CPU they fit the cache
 
 Divergence = Callable[[slice, Tensor, Tensor], Tensor]  # Of rows, log p and log q [rows, outcomes]
 
@@ -31,7 +32,8 @@ def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
     if heads.merged:
         divergence = _of_merged(divergence, heads.merged)
     widest = max(side.size for side in heads.sides)
-    plan = Plan(heads, tokens_of(student.hidden.device.type, widest), CHUNK)
+    kind = kind_of(student.hidden.device)
+    plan = Plan(heads, tokens_of(kind, widest), CHUNK[kind])
     values: Tensor = _ByTokenBlocks.apply(
         plan, divergence, student.hidden, student.weight, student.bias
     )
@@ -50,9 +52,14 @@ def _of_merged(divergence: Divergence, ids: Sequence[int]) -> Divergence:
     return lambda rows, log_p, log_q: divergence(rows, merged(log_p), merged(log_q))
 
 
+def kind_of(device: torch.device) -> str:
+    """Return whose sizes of blocks a device has: those of a CPU, or of a GPU."""
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
 def tokens_of(kind: str, size: int) -> int:
-    """Return the tokens of a block, by the type of device and the vocabulary's size."""
-    return min(TOKENS, max(1, LOGITS.get(kind, LOGITS["cuda"]) // size))
+    """Return the tokens of a block, by the kind of device and the vocabulary's size."""
+    return min(TOKENS[kind], max(1, LOGITS[kind] // size))
 
 
 class _ByTokenBlocks(torch.autograd.Function):
@@ -65,7 +72,7 @@ class _ByTokenBlocks(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        values = []
+        values, log_probs_in_place = [], fused(_log_probs_in_place, plan.device)
         with torch.autocast(hidden.device.type, enabled=False):
             student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
             # Without a row, the divergence of none has the shape of the result.
@@ -73,7 +80,7 @@ class _ByTokenBlocks(torch.autograd.Function):
                 logits, _ = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
                 for rows, own in _parts(block, logits):
-                    log_p = _log_probs_in_place(logits[own])
+                    log_p = log_probs_in_place(logits[own])
                     value = divergence(rows, _floored(plan, _outcomes(plan, log_p)), log_q[own])
                     # A view of the block would be overwritten.
                     values.append(value.clone())
@@ -87,6 +94,8 @@ class _ByTokenBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         hidden, weight, bias = ctx.saved_tensors
+        log_probs_in_place = fused(_log_probs_in_place, plan.device)
+        of_logits_in_place = fused(_of_logits_in_place, plan.device)
         with torch.autocast(hidden.device.type, enabled=False):
             student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
             total = GradientSums(plan, student, ctx.needs_input_grad[2:], plan.dtype)
@@ -94,9 +103,9 @@ class _ByTokenBlocks(torch.autograd.Function):
                 logits, cap_slope = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
                 for rows, own in _parts(block, logits):
-                    log_p = _log_probs_in_place(logits[own])
+                    log_p = log_probs_in_place(logits[own])
                     of_log_p = _gradient(plan, ctx.divergence, rows, log_p, log_q[own], grad[rows])
-                    log_p.exp_().mul_(-of_log_p.sum(1, keepdim=True)).add_(of_log_p)
+                    of_logits_in_place(log_p, of_log_p)
                 for start, stop in plan.chunks(0, student.size):
                     slope = None if cap_slope is None else cap_slope[:, start:stop]
                     total.begin(start, stop)
@@ -118,7 +127,7 @@ class _TeacherRows:
         for side in self.sides:
             logits, _ = side.whole_rows(rows)
             for _, own in _parts(rows, logits):
-                _log_probs_in_place(logits[own])
+                fused(_log_probs_in_place, self.plan.device)(logits[own])
             parts.append(_outcomes(self.plan, logits))
         weights = self.plan.heads.teacher_weights
         if weights is not None:
@@ -131,7 +140,7 @@ class _TeacherRows:
 
 def _parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each part of a block that fits the cache, and its place in the block."""
-    count = max(1, CACHED.get(logits.device.type, CACHED["cuda"]) // logits.shape[1])
+    count = max(1, CACHED[kind_of(logits.device)] // logits.shape[1])
     for first in range(block.start, max(block.stop, block.start + 1), count):
         last = min(first + count, block.stop)
         yield slice(first, last), slice(first - block.start, last - block.start)
@@ -142,6 +151,11 @@ def _log_probs_in_place(logits: Tensor) -> Tensor:
     logits -= logits.amax(1, keepdim=True)
     logits -= logits.exp().sum(1, keepdim=True).log()
     return logits
+
+
+def _of_logits_in_place(log_p: Tensor, of_log_p: Tensor) -> None:
+    """Write the gradient of the logits over log p, whose gradient is given."""
+    log_p.exp_().mul_(-of_log_p.sum(1, keepdim=True)).add_(of_log_p)
 
 
 def _outcomes(plan: Plan, log_probs: Tensor) -> Tensor:

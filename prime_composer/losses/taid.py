@@ -134,7 +134,7 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
     with torch.no_grad():
         metrics = {
             config.form: token_mean(per_token, mask),
-            "t": loss.new_tensor(state.t).detach(),
+            "t": torch.full_like(loss, state.t).detach(),
             "signal_top1pct": top_share(per_token, mask),
             **comparison_metrics(inputs, mask, reverse=False),
         }

@@ -1,9 +1,11 @@
-"""vLLM compiles its own classes, and leaves alone those that the trainer computes with."""
+"""vLLM compiles its own classes, and leaves alone what others in this process compute with."""
+
+from weakref import WeakSet
 
 import pytest
 from torch import Tensor, nn
 
-from prime_composer.backends.cpu_guard import import_vllm
+from prime_composer.backends.cpu_guard import import_vllm, keep_graphs
 from prime_composer.backends.vllm import foreign_classes_kept
 
 pytestmark = pytest.mark.vllm
@@ -40,3 +42,23 @@ def test_class_of_vllm_is_compiled_as_before():
     with foreign_classes_kept():
         decorators.support_torch_compile(dynamic_arg_dims={"input_ids": 0})(cls)
     assert len(cls.__bases__) == 2 and "__call__" in vars(cls)
+
+
+def test_another_engine_keeps_the_cuda_graphs_of_those_before_it(monkeypatch):
+    """vLLM's own call that drops the graphs of all engines reaches the new engine's alone."""
+    import_vllm()
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    class Graphs:
+        there = True
+
+        def clear_graphs(self) -> None:
+            self.there = False
+
+    monkeypatch.setattr(CUDAGraphWrapper, "_all_instances", WeakSet())
+    first, second = Graphs(), Graphs()
+    CUDAGraphWrapper._all_instances.add(first)
+    keep_graphs()
+    CUDAGraphWrapper._all_instances.add(second)
+    CUDAGraphWrapper.clear_all_graphs()
+    assert first.there and not second.there

@@ -67,7 +67,7 @@ class Step:
         self.block, self.chunk = kernel.BLOCKS[options.device]
         if self.divergence not in KERNELS:
             self.block = token_blocks.tokens_of(options.device, options.vocab)
-            self.chunk = token_blocks.CHUNK
+            self.chunk = token_blocks.CHUNK[options.device]
 
     def chunked(self) -> None:
         heads = TwoHeads(

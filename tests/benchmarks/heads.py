@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from prime_composer.lm_head import CHUNK, TOKEN_BLOCK, selected_logprobs
+from prime_composer.lm_head import BLOCKS, selected_logprobs
 from tests.benchmarks.full_vocabulary import DTYPES, OBJECTIVES, Step
 
 K = 32
@@ -46,15 +46,16 @@ class HeadStep(Step):
     @torch.no_grad()
     def products(self) -> None:
         grad_hidden = torch.zeros_like(self.hidden, dtype=torch.float32)
+        block, chunk = BLOCKS[self.hidden.device.type]
         for backward, first in itertools.product(
-            (False, True), range(0, self.weight.shape[0], CHUNK)
+            (False, True), range(0, self.weight.shape[0], chunk)
         ):
-            w = self.weight[first : first + CHUNK]
-            for start in range(0, self.hidden.shape[0], TOKEN_BLOCK):
-                h = self.hidden[start : start + TOKEN_BLOCK]
+            w = self.weight[first : first + chunk]
+            for start in range(0, self.hidden.shape[0], block):
+                h = self.hidden[start : start + block]
                 z = h @ w.T
                 if backward:
-                    grad_hidden[start : start + TOKEN_BLOCK] += z @ w
+                    grad_hidden[start : start + block] += z @ w
                     z.T @ h
 
     def plain(self) -> None:

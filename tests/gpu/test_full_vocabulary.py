@@ -1,17 +1,19 @@
 """Divergences over two heads on a GPU, against plain float64, and their peak memory."""
 
+import json
+
 import pytest
 import torch
 
 from prime_composer.contract import Logits, TwoHeads
 from prime_composer.divergences import (
-    adaptive_kl,
     generalized_jsd,
     kls_and_entropy,
     reverse_kl,
     taid,
 )
 from prime_composer.full_vocabulary import compare, token_blocks
+from tests.gpu.programs import output_of
 from tests.gpu.waits import no_waits
 
 BETA, T = 0.3, 0.4
@@ -62,10 +64,13 @@ def test_two_heads_on_a_gpu_equal_float64(device, dtype, sizes):
         for grad, reference in zip(grads, references, strict=True):
             assert grad.dtype == dtype
             scale = reference.abs().max().item()
-            # The logits' gradient is rounded to dtype before its products.
+            # The logits' gradient is rounded to dtype before its products: float16 loses what is
+            # small, half of its least number in each of the vocabulary's terms.
+            info = torch.finfo(dtype)
+            lost = 6 * (sizes.vocab / 12) ** 0.5 * info.smallest_normal * info.eps
             torch.testing.assert_close(
                 grad.double(), reference,
-                rtol=4 * torch.finfo(dtype).eps, atol=(torch.finfo(dtype).eps + 1e-4) * scale,
+                rtol=4 * info.eps, atol=(info.eps + 1e-4) * scale + lost,
             )  # fmt: skip
 
 
@@ -82,13 +87,15 @@ def test_no_counted_row_on_a_gpu_has_a_zero_gradient(device, dtype, sizes):
 
 
 def test_two_heads_do_not_wait_for_the_gpu(device, sizes):
-    """Without a mask and without ids to check, nothing is read on the host."""
+    """Without a mask and without ids to check, nothing is read on the host.
+
+    ``adaptive_kl`` asks how many ids can be in the teacher's head: a sort of all takes longer.
+    """
     student, teacher = sides(device, torch.float32, sizes)
     heads = TwoHeads(Logits(*student), (Logits(*teacher),))
 
     def step():
         compare(heads, kls_and_entropy).sum().backward()
-        compare(heads, adaptive_kl, head_mass=0.5).sum().backward()
 
     step()
     with no_waits(device):
@@ -111,8 +118,8 @@ def test_memory_does_not_grow_with_the_vocabulary_times_tokens(
     cuda, monkeypatch, divergence, knobs
 ):
     """Beside the gradients, a step needs a few blocks: less than the logits of one side."""
-    tokens, vocab, width = 8192, 32_768, 64
-    monkeypatch.setattr(token_blocks, "TOKENS", 64)
+    tokens, vocab, width = 32_768, 32_768, 64
+    monkeypatch.setitem(token_blocks.TOKENS, "cuda", 64)
     g = torch.Generator(cuda).manual_seed(0)
 
     def side():
@@ -125,3 +132,13 @@ def test_memory_does_not_grow_with_the_vocabulary_times_tokens(
     compare(heads, divergence, **knobs).sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < tokens * vocab * 4 / 2
+
+
+def test_compiled_work_equals_float64(device):
+    """A bfloat16 gradient is rounded twice: that of the logits, and the result."""
+    sizes = (600, 64, 30_000) if device == "cuda" else (70, 32, 900)
+    found = json.loads(output_of("tests.gpu.compiled", device, *sizes).splitlines()[-1])
+    assert len(found) == 22
+    for name, (value, *gradients) in found.items():
+        assert value < 1e-4, name
+        assert max(gradients) < (1e-2 if "bfloat16" in name else 1e-5), name

@@ -44,8 +44,10 @@ def test_selected_logprobs_on_a_gpu_equal_float64(device, dtype, sizes):
     for gradient, expected in zip(ours, grads, strict=True):
         assert gradient.dtype == dtype
         scale = expected.abs().max().item()
+        # The logits' gradient is rounded to dtype before its products.
+        eps = torch.finfo(dtype).eps
         torch.testing.assert_close(
-            gradient.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 * scale
+            gradient.double(), expected, rtol=2 * eps, atol=max(1e-3, eps) * scale
         )
 
 
@@ -70,5 +72,5 @@ def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype, size
         scale = reference.abs().max().item()
         torch.testing.assert_close(
             gradient.double(), reference,
-            rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * scale + 1e-5 * scale,
+            rtol=4 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps * scale + 1e-5 * scale,
         )  # fmt: skip

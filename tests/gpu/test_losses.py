@@ -36,7 +36,8 @@ def on(device, value):
         names = (field.name for field in dataclasses.fields(value))
         return type(value)(**{name: on(device, getattr(value, name)) for name in names})
     if isinstance(value, tuple):
-        return tuple(on(device, item) for item in value)
+        items = [on(device, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
     return value
@@ -48,7 +49,7 @@ def test_a_loss_on_a_gpu_returns_the_numbers_of_the_cpu(device, name, index):
     inputs = packed_inputs(loss.config, seq=400)
     there = on(device, inputs)
     assert {leaf.device.type for leaf in student_leaves(there)} == {device}
-    outputs, outputs_there = loss(inputs), loss(there)
+    outputs, outputs_there = loss(inputs), bound(name, index)(there)
     torch.testing.assert_close(outputs_there.loss.cpu(), outputs.loss, rtol=1e-10, atol=1e-12)
     assert outputs.metrics.keys() == outputs_there.metrics.keys()
     for metric, value in outputs.metrics.items():

@@ -1,5 +1,6 @@
 """Notice a wait for the GPU: the host reads a number, or the size of a result, from the device."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,9 @@ def no_waits(device: str) -> Iterator[None]:
             yield
         return
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

@@ -333,8 +333,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "adaptive head of the least probable": mutant(
         ADAPTIVE, "head_share",
-        ("masses[..., candidates].sort(dim=-1, descending=True, stable=True)",
-         "masses[..., candidates].sort(dim=-1, stable=True)"),
+        ("masses.sort(dim=-1, descending=True, stable=True)",
+         "masses.sort(dim=-1, stable=True)"),
     ),
     # reductions and the contract
     "mean for sum": mutant(
@@ -699,7 +699,7 @@ MUTANTS: dict[str, Mutant] = {
         "full_vocabulary/kernel.py", "_kl", ("a.log_bucket is not None", "False")
     ),
     "token blocks: gradient of log p is that of the logits": mutant(
-        "full_vocabulary/token_blocks.py", "_ByTokenBlocks.backward",
+        "full_vocabulary/token_blocks.py", "_of_logits_in_place",
         ("-of_log_p.sum(1, keepdim=True)", "0 * of_log_p.sum(1, keepdim=True)"),
     ),
     "token blocks: teachers not weighted": mutant(

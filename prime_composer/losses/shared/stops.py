@@ -59,7 +59,8 @@ class Stops(TokenModifier):
 
         def mass(logprobs: Tensor) -> Tensor:
             kept = torch.where(inputs.loss_mask.unsqueeze(-1), upcast(logprobs), 0.0)
-            return kept[:, columns].logsumexp(-1)
+            # One column after the other: a list of them would be copied to the device, and wait.
+            return torch.stack([kept[:, column] for column in columns], -1).logsumexp(-1)
 
         log_p, trainer = mass(stops.logprobs), inputs.trainer_logprobs
         tempered = log_p if stops.tempered is None else mass(stops.tempered)

@@ -72,12 +72,13 @@ class SupportRows:
             if start == end:
                 continue
             block_ids = unique_ids[block * step : (block + 1) * step]
-            matrix = torch.sparse_coo_tensor(
-                torch.stack([place[start:end] - block * step, row[start:end]]),
-                coefficient[start:end],
-                (block_ids.numel(), hidden.shape[0]),
-                check_invariants=False,
-            )
+            # The argument of the same name warns in torch 2.11.
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                matrix = torch.sparse_coo_tensor(
+                    torch.stack([place[start:end] - block * step, row[start:end]]),
+                    coefficient[start:end],
+                    (block_ids.numel(), hidden.shape[0]),
+                )
             grad.index_add_(0, block_ids, torch.sparse.mm(matrix, hidden).to(grad.dtype))
         self.grad_logits = self.hidden = None
 
