@@ -72,7 +72,7 @@ NAMES_A_PARAMETER = {
 }  # fmt: skip
 """Modules that import what a table, a recipe or prime-rl names; their tables are strings."""
 IN_OTHER_PROCESSES = {
-    "prime_composer.upstream.settings": "prime_composer.upstream.loss_fn",
+    "prime_composer.upstream.keys": "prime_composer.upstream.loss_fn",
     "prime_composer.cli.study": "prime_composer.cli",
     "prime_composer.cli.islands": "prime_composer.cli",
 }

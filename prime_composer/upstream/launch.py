@@ -19,12 +19,8 @@ from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches
 from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
-from prime_composer.upstream.settings import (
-    SWITCH,
-    AdapterSettings,
-    of_config,
-    parse_loss_table,
-)
+from prime_composer.upstream.keys import SWITCH
+from prime_composer.upstream.settings import AdapterSettings, of_config, parse_loss_table
 from prime_composer.upstream.versions.config_fields import (
     has_prime_rl,
     importable_fields,

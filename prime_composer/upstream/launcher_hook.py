@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.upstream import launches
+from prime_composer.upstream.keys import IMPORT_PATH, SECTION, SWITCH
 from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    SECTION,
-    SWITCH,
     AdapterSettings,
     names_ours,
     parse_loss_table,

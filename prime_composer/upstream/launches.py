@@ -14,8 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.silent_hook import SilentHook
 
 FOLDER = "prime_composer"

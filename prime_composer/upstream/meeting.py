@@ -16,8 +16,9 @@ from prime_composer.teachers.compatibility import (
     TokenizingServer,
     check_served_tokenizer,
 )
+from prime_composer.upstream.keys import SECTION, TOKENIZERS_KEY
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import SECTION, TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.settings import AdapterSettings
 
 REMEDY = (
     f'Or name its tokenizer in [{SECTION}.{TOKENIZERS_KEY}] (in a recipe: tokenizer = "own"), to '

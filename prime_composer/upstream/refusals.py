@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.losses.needs import missing_inputs
-from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    PROMPTS_KEY,
-    SECTION,
-    SWITCH,
-    TOKENIZERS_KEY,
-    AdapterSettings,
-)
+from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
 from prime_composer.upstream.versions.records import LOSS_V0_7
 from prime_composer.upstream.versions.toml_shapes import at
 
@@ -35,7 +28,7 @@ class LaunchedRun(NamedTuple):
     """What the rules read."""
 
     loss: LossConfig
-    settings: AdapterSettings  # with what follows from the loss
+    settings: Any  # ``AdapterSettings`` with what follows from the loss
     config: Any = None  # prime-rl's: the launcher's object, or tables of a TOML; None: none is here
     section: str = SECTION  # table that has the loss, for messages
     names_loss: bool = True  # whether [trainer.loss] of the config names our loss

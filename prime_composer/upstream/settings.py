@@ -37,18 +37,10 @@ from pydantic import (
 
 from prime_composer.removed import REMOVED
 from prime_composer.tables import Table, nearest
-
-SWITCH = "PRIME_COMPOSER"
-"""Environment variable of the whole-run adapter."""
+from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
 
 OFF = ("", "0", "false", "no", "off")
 """Values of that variable that turn it off, in any case. ``prime_composer.pth`` has them too."""
-
-SECTION = "trainer.loss.kwargs"
-"""Table of prime-rl's config that holds our loss table."""
-
-IMPORT_PATH = "prime_composer.upstream.loss_fn"
-"""Value of ``[trainer.loss] import_path`` that names our loss."""
 
 EXAMPLE = f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
 
@@ -66,10 +58,6 @@ LETTERS_SHOWN = 2000
 
 TEACHER_KEYS = ("asked_by", "head_on")
 """Keys of a teacher's table in a recipe, and settings of the same names."""
-
-TOKENIZERS_KEY = "teacher_tokenizers"
-
-PROMPTS_KEY = "teacher_prompts"
 
 IN_LOSS_TABLE = (*TEACHER_KEYS, TOKENIZERS_KEY, PROMPTS_KEY)
 """Further keys of a loss table, which prime-rl has no table for: settings of the same names."""

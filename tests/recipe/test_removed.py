@@ -8,7 +8,8 @@ import pytest
 from prime_composer.recipe.loading import apply_override, parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.removed import REMOVED
-from prime_composer.upstream.settings import SWITCH, AdapterSettings
+from prime_composer.upstream.keys import SWITCH
+from prime_composer.upstream.settings import AdapterSettings
 from tests.conftest import TINY_RECIPE
 
 SETTINGS = [key for key in REMOVED if key.startswith(SWITCH)]

@@ -8,12 +8,8 @@ import types
 import pytest
 
 from prime_composer.upstream import launcher_hook, launches
-from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    SWITCH,
-    AdapterSettings,
-    parse_loss_table,
-)
+from prime_composer.upstream.keys import IMPORT_PATH, SWITCH
+from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.versions.toml_shapes import HEADER
 
 

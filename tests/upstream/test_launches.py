@@ -5,7 +5,7 @@ import os
 import pytest
 
 from prime_composer.upstream import launches
-from prime_composer.upstream.settings import SWITCH
+from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.silent_hook import SilentHook
 
 

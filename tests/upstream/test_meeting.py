@@ -11,8 +11,9 @@ openai = pytest.importorskip("openai")
 
 from prime_composer.backends.server import Card  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
-from prime_composer.upstream.settings import SWITCH, AdapterSettings  # noqa: E402
+from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.teachers import Teacher  # noqa: E402
 from prime_composer.upstream.trainer import questions as trainer  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402

@@ -10,12 +10,8 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch, launcher_hook
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    SWITCH,
-    AdapterSettings,
-    parse_loss_table,
-)
+from prime_composer.upstream.keys import IMPORT_PATH, SWITCH
+from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from tests.upstream.export_recipes import recipe, tables
 
 TOP = {"type": "topk_reverse_kl", "k": 2}

@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_composer.losses import LOSS_TYPES
-from prime_composer.upstream.settings import (
-    IMPORT_PATH,
-    SWITCH,
-    AdapterSettings,
-    parse_loss_table,
-    wire_support_size,
-)
+from prime_composer.upstream.keys import IMPORT_PATH, SWITCH
+from prime_composer.upstream.settings import AdapterSettings, parse_loss_table, wire_support_size
 from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
 from tests.prime_rl_checkout import REPO
 from tests.upstream import whole_support

@@ -11,7 +11,8 @@ from typing import Any
 from prime_composer.problems.config import CHAT_KEYS
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.settings import SECTION, TEACHER_KEYS, AdapterSettings
+from prime_composer.upstream.keys import SECTION
+from prime_composer.upstream.settings import TEACHER_KEYS, AdapterSettings
 from prime_composer.upstream.versions.records import Version
 from prime_composer.upstream.versions.toml_shapes import at
 

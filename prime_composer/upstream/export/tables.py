@@ -16,13 +16,8 @@ from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import ExportedEnvironment, ExportPlan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, toml_value
-from prime_composer.upstream.settings import (
-    FILE_KEY,
-    IMPORT_PATH,
-    PROMPTS_KEY,
-    TEACHER_KEYS,
-    TOKENIZERS_KEY,
-)
+from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, TOKENIZERS_KEY
+from prime_composer.upstream.settings import FILE_KEY, TEACHER_KEYS
 from prime_composer.upstream.versions.records import Version
 from prime_composer.upstream.versions.toml_shapes import (
     ENVIRONMENTS,

@@ -31,8 +31,8 @@ from prime_composer.teachers.watch import (
     known_rollout,
 )
 from prime_composer.upstream import meeting
+from prime_composer.upstream.keys import TOKENIZERS_KEY
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import TOKENIZERS_KEY
 
 T = TypeVar("T")
 

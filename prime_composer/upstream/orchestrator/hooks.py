@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches, wire
+from prime_composer.upstream.keys import TOKENIZERS_KEY
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.orchestrator.hints import (
@@ -36,7 +37,7 @@ from prime_composer.upstream.orchestrator.hints import (
 )
 from prime_composer.upstream.orchestrator.messages import scored_by_prompt, scored_by_tokenizer
 from prime_composer.upstream.orchestrator.mixture import score_by_each
-from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.settings import AdapterSettings
 from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
 from prime_composer.upstream.teachers import teachers_of
 from prime_composer.upstream.versions import capabilities

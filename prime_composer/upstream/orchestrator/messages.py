@@ -45,8 +45,9 @@ from prime_composer.teachers.own_prompt import (
 )
 from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
 from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
+from prime_composer.upstream.keys import PROMPTS_KEY, SWITCH, TOKENIZERS_KEY
 from prime_composer.upstream.orchestrator.client import Requests
-from prime_composer.upstream.settings import PROMPTS_KEY, SWITCH, TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.settings import AdapterSettings
 from prime_composer.upstream.silent_hook import DOCTOR
 
 Ask = Callable[[list[int], int, int], Awaitable[Scores]]

@@ -14,14 +14,11 @@ from torch import Tensor
 from prime_composer.losses import require_inputs, setup_loss_fn
 from prime_composer.losses.needs import START_ADAPTER
 from prime_composer.upstream import launches
+from prime_composer.upstream.keys import PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
     FILE_KEY,
-    PROMPTS_KEY,
-    SECTION,
-    SWITCH,
-    TOKENIZERS_KEY,
     AdapterSettings,
     parse_loss_table,
     split_table,

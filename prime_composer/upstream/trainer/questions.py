@@ -28,8 +28,8 @@ from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
 from prime_composer.upstream import meeting
+from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
 
 # Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hidden state they are
