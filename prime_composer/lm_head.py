@@ -39,8 +39,7 @@ def selected_logprobs(
     weight: Float[Tensor, "v d"],
     token_ids: Int[Tensor, "n m"],
     temperature: float = 1.0,
-    chunk: int | None = None,
-    token_block: int | None = None,
+    block: tuple[int, int] | None = None,
 ) -> Float[Tensor, "n m"]:
     """Return log softmax(hidden weight^T / temperature) at ``token_ids``.
 
@@ -52,9 +51,8 @@ def selected_logprobs(
         weight: the head's weight, [V, d], of the same dtype.
         token_ids: ids in [0, V), [n, m].
         temperature: divides the logits.
-        chunk: vocabulary entries per chunk, by default those of the device in ``BLOCKS``. It
+        block: rows and vocabulary entries of a block, by default the device's of ``BLOCKS``. It
             changes speed and memory, not the result.
-        token_block: tokens per block, likewise.
 
     Returns:
         [n, m], in float32 for half precision inputs (logits and sums are float32), otherwise in
@@ -62,23 +60,14 @@ def selected_logprobs(
 
     Raises:
         ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, or a temperature
-            or chunk of 0 or less.
+            of 0 or less.
     """
-    rows, entries = BLOCKS.get(hidden.device.type, BLOCKS["cuda"])
-    chunk = entries if chunk is None else chunk
-    token_block = rows if token_block is None else token_block
-    _check(hidden, weight, token_ids, temperature, chunk, token_block)
-    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block)
+    _check(hidden, weight, token_ids, temperature)
+    block = block or BLOCKS.get(hidden.device.type, BLOCKS["cuda"])
+    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, block)
 
 
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    token_ids: Tensor,
-    temperature: float,
-    chunk: int,
-    token_block: int,
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> None:
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"The hidden states have width {hidden.shape[1]} and the head's weight "
@@ -94,8 +83,6 @@ def _check(
         )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a log-probability needs one above 0.")
-    if chunk < 1 or token_block < 1:
-        raise ValueError(f"chunk is {chunk}, token_block is {token_block}; both need at least 1.")
     if token_ids.numel():
         low, high = (int(bound) for bound in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
@@ -126,9 +113,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight: Tensor,
         token_ids: Tensor,
         temperature: float,
-        chunk: int,
-        token_block: int,
+        block: tuple[int, int],
     ) -> Tensor:
+        token_block, chunk = block
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = accumulation_dtype(hidden)
         token_ids = token_ids.long()
@@ -149,7 +136,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 highest[rows], total[rows] = added(logits, highest[rows], total[rows])
         # Subtract the maximum and log(total) one by one: at large logits their sum would round.
         ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
-        ctx.settings = temperature, chunk, token_block
+        ctx.settings = temperature, token_block, chunk
         return selected - highest.unsqueeze(1) - total.log().unsqueeze(1)
 
     # The decorators' stubs make ``ctx`` positional.
@@ -160,7 +147,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, token_ids, highest, total = ctx.saved_tensors
-        temperature, chunk, token_block = ctx.settings
+        temperature, token_block, chunk = ctx.settings
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = accumulation_dtype(hidden)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -192,7 +179,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_weight[v0 : v0 + chunk] = grad_w
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _added(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

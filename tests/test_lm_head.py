@@ -22,7 +22,7 @@ def test_two_tokens_worked_by_hand():
     # logits log 1, log 3, log 4 and 0, 0, 0
     weight = torch.tensor([1.0, 3.0, 4.0]).log().unsqueeze(1)
     out = selected_logprobs(
-        torch.tensor([[1.0], [0.0]]), weight, torch.tensor([[2, 0], [1, 1]]), chunk=2
+        torch.tensor([[1.0], [0.0]]), weight, torch.tensor([[2, 0], [1, 1]]), block=(9, 2)
     )
     torch.testing.assert_close(out.exp(), torch.tensor([[0.5, 0.125], [1 / 3, 1 / 3]]))
 
@@ -33,7 +33,7 @@ def test_two_tokens_worked_by_hand():
 def test_values_and_gradients_equal_log_softmax_in_float64(chunk, token_block, temperature):
     """Values and gradients equal the plain log-softmax in float64."""
     hidden, weight, ids, upstream = problem()
-    out = selected_logprobs(hidden, weight, ids, temperature, chunk, token_block)
+    out = selected_logprobs(hidden, weight, ids, temperature, (token_block, chunk))
     grads = torch.autograd.grad(out, (hidden, weight), upstream)
     expected = plain(hidden, weight, ids, temperature)
     expected_grads = torch.autograd.grad(expected, (hidden, weight), upstream)
@@ -45,7 +45,7 @@ def test_values_and_gradients_equal_log_softmax_in_float64(chunk, token_block, t
 def test_gradient_equals_finite_differences():
     hidden, weight, ids, _ = problem(n=4, v=11, m=3)
     assert torch.autograd.gradcheck(
-        lambda h, w: selected_logprobs(h, w, ids, 0.8, 4, 3), (hidden, weight)
+        lambda h, w: selected_logprobs(h, w, ids, 0.8, (3, 4)), (hidden, weight)
     )
 
 
@@ -54,7 +54,7 @@ def test_an_id_in_several_columns_sums_their_gradients():
     hidden, weight, _, _ = problem()
     ids = torch.full((13, 3), 5)
     grads = torch.autograd.grad(
-        selected_logprobs(hidden, weight, ids, chunk=6).sum(), (hidden, weight)
+        selected_logprobs(hidden, weight, ids, block=(1024, 6)).sum(), (hidden, weight)
     )
     expected = torch.autograd.grad(3 * plain(hidden, weight, ids[:, :1]).sum(), (hidden, weight))
     for got, want in zip(grads, expected, strict=True):
@@ -64,14 +64,14 @@ def test_an_id_in_several_columns_sums_their_gradients():
 def test_large_logits_do_not_overflow():
     hidden = torch.tensor([[1.0]])
     weight = torch.tensor([[-3e4], [0.0], [3e4], [3e4]])
-    out = selected_logprobs(hidden, weight, torch.tensor([[2, 1, 0]]), chunk=1)
+    out = selected_logprobs(hidden, weight, torch.tensor([[2, 1, 0]]), block=(9, 1))
     torch.testing.assert_close(out, torch.tensor([[-0.6931472, -30000.693, -60000.693]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_accumulated_in_float32(dtype):
     hidden, weight, ids, upstream = problem(dtype, v=500)
-    out = selected_logprobs(hidden, weight, ids, chunk=64, token_block=4)
+    out = selected_logprobs(hidden, weight, ids, block=(4, 64))
     assert out.dtype == torch.float32
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
     exact = plain(exact_hidden, exact_weight, ids)
@@ -88,9 +88,9 @@ def test_half_precision_is_accumulated_in_float32(dtype):
 def test_autocast_around_it_changes_nothing(dtype):
     # bfloat16 logits are off by 0.02 nat, and so are the sums: a support's mass can exceed 1.
     hidden, weight, ids, upstream = problem(dtype, v=500)
-    plainly = selected_logprobs(hidden, weight, ids, chunk=64)
+    plainly = selected_logprobs(hidden, weight, ids, block=(1024, 64))
     with torch.autocast("cpu", torch.bfloat16):
-        within = selected_logprobs(hidden, weight, ids, chunk=64)
+        within = selected_logprobs(hidden, weight, ids, block=(1024, 64))
         grads = torch.autograd.grad(within, (hidden, weight), upstream.to(within.dtype))
     assert torch.equal(within, plainly)
     for got, want in zip(
@@ -129,7 +129,7 @@ def test_the_logits_of_a_batch_never_exist_at_once():
     hidden, weight, ids, upstream = problem(n=64, d=2, v=1000)
     with LargestTensor() as watch:
         torch.autograd.grad(
-            selected_logprobs(hidden, weight, ids, chunk=100, token_block=16),
+            selected_logprobs(hidden, weight, ids, block=(16, 100)),
             (hidden, weight),
             upstream,
         )
@@ -148,12 +148,11 @@ def test_the_logits_of_a_batch_never_exist_at_once():
         (dict(hidden=torch.zeros(1, 6)), "width 6 and the head's weight 5"),
         (dict(weight=torch.zeros(37, 5, dtype=torch.float64)), "cast one to the other"),
         (dict(temperature=0.0), "temperature is 0.0"),
-        (dict(chunk=0), "chunk is 0"),
     ],
 )
 def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
     call = dict(hidden=torch.zeros(1, 5), weight=torch.zeros(37, 5), token_ids=torch.tensor([[1]]))
-    call |= dict(temperature=1.0, chunk=8, token_block=8) | change
+    call |= dict(temperature=1.0) | change
     # The check itself: with the shapes executed, as in these tests, jaxtyping speaks before it.
     with pytest.raises(ValueError, match=message):
         _check(**call)

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -206,22 +205,24 @@ def _type_name(annotation: Any) -> str:
     return TYPE_NAMES[annotation]
 
 
+BOUNDS = {
+    "ge": " ≥ {}",
+    "gt": " > {}",
+    "le": " ≤ {}",
+    "lt": " < {}",
+    "multiple_of": " multiple of {}",
+    "min_length": " (at least {})",
+}
+"""How a bound is written, by its name in pydantic."""
+
+
 def _bounds(metadata: Sequence[Any]) -> str:
-    words = []
-    for bound in metadata:
-        match bound:
-            case annotated_types.Ge(limit):
-                words.append(f" ≥ {limit}")
-            case annotated_types.Gt(limit):
-                words.append(f" > {limit}")
-            case annotated_types.Le(limit):
-                words.append(f" ≤ {limit}")
-            case annotated_types.Lt(limit):
-                words.append(f" < {limit}")
-            case annotated_types.MultipleOf(factor):
-                words.append(f" multiple of {factor}")
-            case annotated_types.MinLen(length):
-                words.append(f" (at least {length})")
+    words = [
+        form.format(limit)
+        for bound in metadata
+        for name, form in BOUNDS.items()
+        if (limit := getattr(bound, name, None)) is not None
+    ]
     return ",".join(words).replace(", (", " (")
 
 

@@ -78,5 +78,5 @@ class Sizes(NamedTuple):
 def sizes(request, device):
     """Return sizes that no block divides, or those of 0.6B from 8B, in the default blocks."""
     if request.param == "odd":
-        return Sizes(257, 128, 192, 5003, {"chunk": 1024, "token_block": 100})
+        return Sizes(257, 128, 192, 5003, {"block": (100, 1024)})
     return Sizes(512, 1024, 4096, 151_936, {}) if device == "cuda" else Sizes(64, 32, 48, 701, {})
