@@ -74,14 +74,6 @@ def _called(
     return call
 
 
-def _reverse_kl(heads: TwoHeads, **_: Any) -> Tensor:
-    return given(kls(heads, reverse=True).reverse)
-
-
-def _forward_kl(heads: TwoHeads, **_: Any) -> Tensor:
-    return given(kls(heads, forward=True).forward)
-
-
 def _taid(
     heads: TwoHeads, t: float, form: Literal["cross_entropy", "kl"] = "cross_entropy"
 ) -> Tensor:
@@ -112,8 +104,8 @@ def _adaptive_kl(heads: TwoHeads, head_mass: float) -> Tensor:
 
 
 KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-    reverse_kl: _reverse_kl,
-    forward_kl: _forward_kl,
+    reverse_kl: lambda heads, **_: given(kls(heads, reverse=True).reverse),
+    forward_kl: lambda heads, **_: given(kls(heads, forward=True).forward),
     taid: _taid,
     kls_and_entropy: _kls_and_entropy,
 }

@@ -147,8 +147,9 @@ def _section(
 def _row(model: type[BaseModel], name: str) -> str:
     field = model.model_fields[name]
     key = f"`{field.alias or name}`"
+    kind = _cell(_type_name(field.annotation) + _bounds(field.metadata))
     default = _cell(_default_of(field))
-    return f"| {key} | {_type_of(field)} | {default} | {_meaning_of(model, name)} |"
+    return f"| {key} | {kind} | {default} | {_meaning_of(model, name)} |"
 
 
 def _is_table(field: FieldInfo) -> bool:
@@ -179,10 +180,6 @@ def _default_of(field: FieldInfo) -> str:
     if isinstance(value, tuple):
         value = list(value)
     return f"`{json.dumps(value) if not isinstance(value, Path) else value}`"
-
-
-def _type_of(field: FieldInfo) -> str:
-    return _cell(_type_name(field.annotation) + _bounds(field.metadata))
 
 
 def _type_name(annotation: Any) -> str:
