@@ -55,7 +55,7 @@ def adaptive_kl(
 
 
 MANY = 1024
-"""Outcomes whose sort costs more than a wait for a GPU, to ask which of them can be heads."""
+"""Outcomes above which those that can be heads are sorted alone. A GPU has to wait to know them."""
 
 
 def head_share(

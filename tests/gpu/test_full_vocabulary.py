@@ -89,7 +89,7 @@ def test_no_counted_row_on_a_gpu_has_a_zero_gradient(device, dtype, sizes):
 def test_two_heads_do_not_wait_for_the_gpu(device, sizes):
     """Without a mask and without ids to check, nothing is read on the host.
 
-    ``adaptive_kl`` asks how many ids can be in the teacher's head: a sort of all takes longer.
+    ``adaptive_kl`` does: it asks which ids can be in the teacher's head.
     """
     student, teacher = sides(device, torch.float32, sizes)
     heads = TwoHeads(Logits(*student), (Logits(*teacher),))
