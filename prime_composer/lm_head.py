@@ -15,9 +15,9 @@ a plain head, and a buffer of [token block, chunk] instead of several of [n, V].
 Left out: a bias, logit soft-capping, and second derivatives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prime_composer.fused import fused
+
+T = TypeVar("T")
 
 BLOCKS = {"cpu": (1024, 8192), "cuda": (2048, 16_384)}
 """Rows and vocabulary entries of a block, per device type: 32 MiB of float32, and 128 MiB on a GPU,
@@ -60,14 +62,16 @@ def selected_logprobs(
 
     Raises:
         ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, or a temperature
-            of 0 or less.
+            or size of 0 or less.
     """
-    _check(hidden, weight, token_ids, temperature)
-    block = block or BLOCKS.get(hidden.device.type, BLOCKS["cuda"])
+    block = of_device(BLOCKS, hidden.device) if block is None else block
+    _check(hidden, weight, token_ids, temperature, block)
     return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, block)
 
 
-def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, block: tuple[int, int]
+) -> None:
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"The hidden states have width {hidden.shape[1]} and the head's weight "
@@ -83,6 +87,8 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
         )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a log-probability needs one above 0.")
+    if min(block) < 1:
+        raise ValueError(f"block is {block}: rows and vocabulary entries, both at least 1.")
     if token_ids.numel():
         low, high = (int(bound) for bound in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
@@ -122,7 +128,6 @@ class _SelectedLogprobs(torch.autograd.Function):
         highest = hidden.new_full((n,), -torch.inf, dtype=dtype)
         total = hidden.new_zeros((n,), dtype=dtype)
         selected = hidden.new_zeros(token_ids.shape, dtype=dtype)
-        added = fused(_added, hidden.device)
         for v0 in range(0, vocab, chunk):
             w = weight[v0 : v0 + chunk]
             for i0 in range(0, n, token_block):
@@ -133,7 +138,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 selected[rows] = torch.where(inside, logits.gather(1, column), selected[rows])
 
-                highest[rows], total[rows] = added(logits, highest[rows], total[rows])
+                highest[rows], total[rows] = _added(logits, highest[rows], total[rows])
         # Subtract the maximum and log(total) one by one: at large logits their sum would round.
         ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
         ctx.settings = temperature, token_block, chunk
@@ -153,7 +158,6 @@ class _SelectedLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad = grad / temperature
         row_grad = grad.sum(dim=1, keepdim=True)
-        shares_in_place = fused(_shares_in_place, hidden.device)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         for v0 in range(0, vocab, chunk):
@@ -165,7 +169,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 dlogits = matmul(h, w.T)
                 if temperature != 1.0:
                     dlogits /= temperature
-                shares_in_place(dlogits, highest[rows], -row_grad[rows] / total[rows])
+                _shares_in_place(dlogits, highest[rows], -row_grad[rows] / total[rows])
                 inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 dlogits.scatter_add_(1, column, torch.where(inside, grad[rows], 0.0))
                 if h.is_cuda:
@@ -182,6 +186,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
+@fused
 def _added(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Return maximum and sum with those of a chunk, whose logits are overwritten."""
     new_highest = torch.maximum(highest, logits.amax(dim=1))
@@ -190,10 +195,16 @@ def _added(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor, Tens
     return new_highest, rescale * total + logits.exp_().sum(dim=1)
 
 
+@fused
 def _shares_in_place(logits: Tensor, highest: Tensor, factor: Tensor) -> None:
     """Write a factor times exp(logits - highest)."""
     logits -= highest.unsqueeze(1)
     logits.exp_().mul_(factor)
+
+
+def of_device(sizes: Mapping[str, T], device: torch.device) -> T:
+    """Return the sizes of a CPU, or those of a GPU."""
+    return sizes["cpu" if device.type == "cpu" else "cuda"]
 
 
 def accumulation_dtype(like: Tensor) -> torch.dtype:
@@ -207,14 +218,17 @@ def columns_in_chunk(token_ids: Tensor, v0: int, size: int) -> tuple[Tensor, Ten
     return inside, column.clamp_(0, size - 1)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, in float32 for half precision: bfloat16 logits are off by up to 0.1 nat."""
+def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``a @ b``, in float32 for half precision: bfloat16 logits are off by up to 0.1 nat.
+
+    ``out`` is the result's memory, of its dtype.
+    """
     half = next((t.dtype for t in (a, b) if t.dtype in (torch.bfloat16, torch.float16)), None)
     if half is None:
-        return a @ b
+        return torch.mm(a, b, out=out)
     if a.is_cuda:  # tensor cores take half precision operands and accumulate in float32
-        return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)
-    return a.float() @ b.float()
+        return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def head_logits(

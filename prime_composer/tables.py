@@ -64,6 +64,11 @@ def _leaves(annotation: Any) -> set[Any]:
     return {annotation} if not parts else {leaf for part in parts for leaf in _leaves(part)}
 
 
+def reason_of(error: Any) -> str:
+    """Return why a value was refused, of one of pydantic's errors."""
+    return str(error["msg"].removeprefix("Value error, "))
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known word that is spelled most like another, in any case; None: none is."""
     by_case = {each.casefold(): each for each in known}

@@ -148,11 +148,13 @@ def test_the_logits_of_a_batch_never_exist_at_once():
         (dict(hidden=torch.zeros(1, 6)), "width 6 and the head's weight 5"),
         (dict(weight=torch.zeros(37, 5, dtype=torch.float64)), "cast one to the other"),
         (dict(temperature=0.0), "temperature is 0.0"),
+        (dict(block=(8, 0)), "both at least 1"),
+        (dict(block=(0, 8)), "both at least 1"),
     ],
 )
 def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
     call = dict(hidden=torch.zeros(1, 5), weight=torch.zeros(37, 5), token_ids=torch.tensor([[1]]))
-    call |= dict(temperature=1.0) | change
+    call |= dict(temperature=1.0, block=(8, 8)) | change
     # The check itself: with the shapes executed, as in these tests, jaxtyping speaks before it.
     with pytest.raises(ValueError, match=message):
         _check(**call)

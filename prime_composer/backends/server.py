@@ -39,6 +39,7 @@ from prime_composer.backends.http import (
 from prime_composer.backends.protocols import Limits
 from prime_composer.recipe.backends import Served
 from prime_composer.scoring.shared_vocabulary import out_of_vocabulary
+from prime_composer.tables import reason_of
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def _table_of(url: str, section: str) -> Served:
     try:
         return Served(url=url)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        reason = reason_of(error.errors()[0])
         raise ServerError(f"url in {section}: {reason}.", section=section) from None
 
 

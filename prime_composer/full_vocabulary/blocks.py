@@ -121,10 +121,9 @@ class Side:
     ) -> Tensor:
         """Write the logits of a block, and the derivative of the cap."""
         settings = self.settings
-        if chunk.dtype == out.dtype:
-            torch.mm(self.hidden[rows], chunk.T, out=out)
-        elif out.is_cuda and out.is_contiguous():
-            torch.mm(self.hidden[rows], chunk.T, out_dtype=out.dtype, out=out)
+        fits = accumulation_dtype(chunk) == out.dtype
+        if fits and (chunk.dtype == out.dtype or out.is_contiguous()):
+            matmul(self.hidden[rows], chunk.T, out=out)
         else:
             out.copy_(matmul(self.hidden[rows], chunk.T))
         if settings.rounded_to is not None:

@@ -67,9 +67,11 @@ def compare(
 def _called(
     divergence: Callable[..., Tensor], knobs: dict[str, Any]
 ) -> Callable[[slice, Tensor, Tensor], Tensor]:
+    compiled = fused(divergence)
+
     def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
         own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
-        return fused(divergence, log_p.device)(log_p, log_q, normalization="full", **own)
+        return compiled(log_p, log_q, normalization="full", **own)
 
     return call
 

@@ -27,6 +27,7 @@ from prime_composer.full_vocabulary.blocks import (
     Side,
     centered_in_place,
 )
+from prime_composer.lm_head import of_device
 
 BLOCKS = {"cpu": (256, 512), "cuda": (4096, 8192)}
 """Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
@@ -46,7 +47,7 @@ def kls(
 ) -> KLs:
     """Return KLs of a student and one teacher, all of whose rows count."""
     student = heads.student
-    plan = Plan(heads, *BLOCKS.get(student.hidden.device.type, BLOCKS["cuda"]))
+    plan = Plan(heads, *of_device(BLOCKS, student.hidden.device))
     asked = _Asked(reverse, forward, None if interpolation == 1 else interpolation)
     sums = _Sums(*_SumsOfHeads.apply(plan, asked, student.hidden, student.weight, student.bias))
     p = _Outcomes(sums.log_p, sums.log_p_beyond)

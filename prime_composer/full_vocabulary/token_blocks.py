@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from prime_composer.contract import IN_TAIL, TwoHeads
 from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums, Plan, Side
 from prime_composer.fused import fused
+from prime_composer.lm_head import of_device
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # Most of one side in a block, per device type
 
@@ -32,8 +33,8 @@ def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
     if heads.merged:
         divergence = _of_merged(divergence, heads.merged)
     widest = max(side.size for side in heads.sides)
-    kind = kind_of(student.hidden.device)
-    plan = Plan(heads, tokens_of(kind, widest), CHUNK[kind])
+    device = student.hidden.device
+    plan = Plan(heads, tokens_of(device, widest), of_device(CHUNK, device))
     values: Tensor = _ByTokenBlocks.apply(
         plan, divergence, student.hidden, student.weight, student.bias
     )
@@ -52,14 +53,9 @@ def _of_merged(divergence: Divergence, ids: Sequence[int]) -> Divergence:
     return lambda rows, log_p, log_q: divergence(rows, merged(log_p), merged(log_q))
 
 
-def kind_of(device: torch.device) -> str:
-    """Return whose sizes of blocks a device has: those of a CPU, or of a GPU."""
-    return "cpu" if device.type == "cpu" else "cuda"
-
-
-def tokens_of(kind: str, size: int) -> int:
-    """Return the tokens of a block, by the kind of device and the vocabulary's size."""
-    return min(TOKENS[kind], max(1, LOGITS[kind] // size))
+def tokens_of(device: torch.device, size: int) -> int:
+    """Return the tokens of a block, by device and the vocabulary's size."""
+    return min(of_device(TOKENS, device), max(1, of_device(LOGITS, device) // size))
 
 
 class _ByTokenBlocks(torch.autograd.Function):
@@ -72,7 +68,7 @@ class _ByTokenBlocks(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        values, log_probs_in_place = [], fused(_log_probs_in_place, plan.device)
+        values = []
         with torch.autocast(hidden.device.type, enabled=False):
             student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
             # Without a row, the divergence of none has the shape of the result.
@@ -80,7 +76,7 @@ class _ByTokenBlocks(torch.autograd.Function):
                 logits, _ = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
                 for rows, own in _parts(block, logits):
-                    log_p = log_probs_in_place(logits[own])
+                    log_p = _log_probs_in_place(logits[own])
                     value = divergence(rows, _floored(plan, _outcomes(plan, log_p)), log_q[own])
                     # A view of the block would be overwritten.
                     values.append(value.clone())
@@ -94,8 +90,6 @@ class _ByTokenBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: Plan = ctx.plan
         hidden, weight, bias = ctx.saved_tensors
-        log_probs_in_place = fused(_log_probs_in_place, plan.device)
-        of_logits_in_place = fused(_of_logits_in_place, plan.device)
         with torch.autocast(hidden.device.type, enabled=False):
             student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
             total = GradientSums(plan, student, ctx.needs_input_grad[2:], plan.dtype)
@@ -103,9 +97,9 @@ class _ByTokenBlocks(torch.autograd.Function):
                 logits, cap_slope = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
                 for rows, own in _parts(block, logits):
-                    log_p = log_probs_in_place(logits[own])
+                    log_p = _log_probs_in_place(logits[own])
                     of_log_p = _gradient(plan, ctx.divergence, rows, log_p, log_q[own], grad[rows])
-                    of_logits_in_place(log_p, of_log_p)
+                    _of_logits_in_place(log_p, of_log_p)
                 for start, stop in plan.chunks(0, student.size):
                     slope = None if cap_slope is None else cap_slope[:, start:stop]
                     total.begin(start, stop)
@@ -127,7 +121,7 @@ class _TeacherRows:
         for side in self.sides:
             logits, _ = side.whole_rows(rows)
             for _, own in _parts(rows, logits):
-                fused(_log_probs_in_place, self.plan.device)(logits[own])
+                _log_probs_in_place(logits[own])
             parts.append(_outcomes(self.plan, logits))
         weights = self.plan.heads.teacher_weights
         if weights is not None:
@@ -140,12 +134,13 @@ class _TeacherRows:
 
 def _parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each part of a block that fits the cache, and its place in the block."""
-    count = max(1, CACHED[kind_of(logits.device)] // logits.shape[1])
+    count = max(1, of_device(CACHED, logits.device) // logits.shape[1])
     for first in range(block.start, max(block.stop, block.start + 1), count):
         last = min(first + count, block.stop)
         yield slice(first, last), slice(first - block.start, last - block.start)
 
 
+@fused
 def _log_probs_in_place(logits: Tensor) -> Tensor:
     """Normalize the rows of a block in place: at large logits, maximum and log would round."""
     logits -= logits.amax(1, keepdim=True)
@@ -153,6 +148,7 @@ def _log_probs_in_place(logits: Tensor) -> Tensor:
     return logits
 
 
+@fused
 def _of_logits_in_place(log_p: Tensor, of_log_p: Tensor) -> None:
     """Write the gradient of the logits over log p, whose gradient is given."""
     log_p.exp_().mul_(-of_log_p.sum(1, keepdim=True)).add_(of_log_p)

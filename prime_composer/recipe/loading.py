@@ -18,7 +18,7 @@ from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
 from prime_composer.removed import REMOVED
-from prime_composer.tables import Table, nearest
+from prime_composer.tables import Table, nearest, reason_of
 
 S = TypeVar("S", bound=Table)
 
@@ -180,7 +180,7 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
         return f"{key} is missing{REMEDIES_OF_MISSING.get(key, '')}"
-    message = abridged(item["msg"].removeprefix("Value error, "), 500)
+    message = abridged(reason_of(item), 500)
     if not key:
         return message
     if item["type"] == "value_error":

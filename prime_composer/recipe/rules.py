@@ -17,6 +17,7 @@ from prime_composer.losses.needs import OF_TEACHER, missing_inputs
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.schema import RULES, Recipe, Rule
+from prime_composer.tables import reason_of
 
 PAIRS: dict[str, str] = {}
 """What does not go together, and what to do instead, as the guide's table has it."""
@@ -301,7 +302,7 @@ def of_own_prompts(recipe: Recipe) -> Iterator[str]:
                 try:
                     teacher.prompt.of(data)
                 except ValidationError as error:
-                    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+                    reason = reason_of(error.errors()[0])
                     yield f"[{table}.prompt]: {reason}"
                 continue
             plain = teacher.prompt.chat_template is False

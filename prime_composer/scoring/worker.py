@@ -17,6 +17,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prime_composer.lm_head import of_device
 from prime_composer.scoring.head import DTYPE_NAMES as FLOATS
 from prime_composer.scoring.kinds import KINDS, HeadFailed, HiddenRows, KindRequest
 
@@ -207,7 +208,7 @@ def answer_group(
     numbers = [None if each is None else each.to(device) for each in numbers]
     # Besides its logits a row takes values and ids of each column, in two widths.
     entries = vocab_size + sum(4 * request.k for request in requests)
-    size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
+    size = max(1, of_device(BLOCK_BYTES, device) // (4 * entries))
     error: dict[str, str] = {}
     for first in range(0, len(rows), size):
         block = slice(first, first + size)

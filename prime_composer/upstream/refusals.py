@@ -20,6 +20,12 @@ from prime_composer.upstream.versions.toml_shapes import at
 
 EXPERTS, KEPT_IDS = "enable_return_routed_experts", "enable_return_sampling_mask"
 
+NOT_IN_A_MIXTURE = (
+    "has ids without a probability, which are missing from a mixture: route each environment to "
+    "one teacher."
+)
+"""Of a teacher with a tokenizer of its own."""
+
 UNCUT = {"top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0)}
 """Settings that cut the sampled distribution, and the values with which they do not."""
 
@@ -150,10 +156,7 @@ def tokenizers(run: LaunchedRun) -> Iterator[str]:
             "each of them: use a loss of the teacher alone."
         )
     if run.settings.teachers_mixed:
-        yield (
-            f"{own} has ids without a probability, which are missing from a mixture: route each "
-            "environment to one teacher."
-        )
+        yield f"{own} {NOT_IN_A_MIXTURE}"
 
 
 def offloading(run: LaunchedRun) -> Iterator[str]:

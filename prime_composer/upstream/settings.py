@@ -36,7 +36,7 @@ from pydantic import (
 )
 
 from prime_composer.removed import REMOVED
-from prime_composer.tables import Table, nearest
+from prime_composer.tables import Table, nearest, reason_of
 from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
 
 OFF = ("", "0", "false", "no", "off")
@@ -302,7 +302,7 @@ def _read(value: str) -> AdapterSettings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{SWITCH}: {key}: {_message(first)}. Example: {EXAMPLE}") from None
+        raise ValueError(f"{SWITCH}: {key}: {reason_of(first)}. Example: {EXAMPLE}") from None
     if settings.k is not None or settings.loss is None:
         return settings
     return settings.derived(parse_loss_table(settings.loss))
@@ -350,7 +350,7 @@ def _explain(item: Any, table: Mapping[str, Any], section: str) -> str:
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] != "extra_forbidden":
-        return f"[{section}] {key}: {_message(item)}"
+        return f"[{section}] {key}: {reason_of(item)}"
     from prime_composer.losses import loss_type
     from prime_composer.recipe.loading import fields_at
 
@@ -358,10 +358,6 @@ def _explain(item: Any, table: Mapping[str, Any], section: str) -> str:
     near = nearest(path[-1], known)
     hint = f"did you mean {near!r}?" if near else f"it takes: {', '.join(known)}"
     return f"[{section}] has the unknown key {key!r}; {hint}"
-
-
-def _message(item: Any) -> str:
-    return str(item["msg"].removeprefix("Value error, "))
 
 
 def wire_support_size(config: Any, section: str = SECTION) -> int:

@@ -66,7 +66,7 @@ class Step:
         self.divergence, self.knobs = DIVERGENCES.get(objective, (None, {}))
         self.block, self.chunk = kernel.BLOCKS[options.device]
         if self.divergence not in KERNELS:
-            self.block = token_blocks.tokens_of(options.device, options.vocab)
+            self.block = token_blocks.tokens_of(self.hidden.device, options.vocab)
             self.chunk = token_blocks.CHUNK[options.device]
 
     def chunked(self) -> None:

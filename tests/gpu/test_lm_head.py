@@ -70,6 +70,7 @@ def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype, size
     grads = torch.autograd.grad(student, (hidden, weight), incoming)
     for gradient, reference in zip(grads, expected_grads, strict=True):
         scale = reference.abs().max().item()
+        # The stand-in head's gradient is rounded to dtype twice, and the support's is added to it.
         torch.testing.assert_close(
             gradient.double(), reference,
             rtol=4 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps * scale + 1e-5 * scale,

@@ -11,7 +11,7 @@ openai = pytest.importorskip("openai")
 
 from prime_composer.backends.server import Card  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
-from prime_composer.upstream.keys import SWITCH
+from prime_composer.upstream.keys import SWITCH  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.teachers import Teacher  # noqa: E402

@@ -37,6 +37,7 @@ from prime_composer.upstream.orchestrator.hints import (
 )
 from prime_composer.upstream.orchestrator.messages import scored_by_prompt, scored_by_tokenizer
 from prime_composer.upstream.orchestrator.mixture import score_by_each
+from prime_composer.upstream.refusals import NOT_IN_A_MIXTURE
 from prime_composer.upstream.settings import AdapterSettings
 from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
 from prime_composer.upstream.teachers import teachers_of
@@ -108,11 +109,7 @@ def hook_client(module: Any) -> None:
             scoring.asked = True
             frozen |= scoring.frozen
         if header is not None and settings.teacher_tokenizers:
-            raise ValueError(
-                f"{TOKENIZERS_KEY}: a teacher with a tokenizer of its own has ids without a "
-                "probability, which are missing from a mixture: route each environment to one "
-                "teacher."
-            )
+            raise ValueError(f"{TOKENIZERS_KEY}: such a teacher {NOT_IN_A_MIXTURE}")
         if settings.trainer_asks and frozen:
             return marked(wire.unscored(len(token_ids)))
 
