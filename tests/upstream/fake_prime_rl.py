@@ -200,6 +200,18 @@ def put(monkeypatch, *modules):
     trainer_adapter.cache_clear()
 
 
+def inputs_of(mask, logprobs=-1.0):
+    """Return prime-rl's inputs of one sequence that no teacher has scored yet."""
+    row = torch.full(mask.shape, logprobs)
+    return LossInputsV07(
+        trainer_logprobs=row.clone().requires_grad_(),
+        inference_logprobs=row,
+        ref_logprobs=torch.full(mask.shape, torch.nan),
+        advantages=torch.zeros(mask.shape),
+        loss_mask=mask,
+    )
+
+
 def custom(**kwargs):
     """Return prime-rl's CustomLossConfig that names our loss."""
     return types.SimpleNamespace(
@@ -207,7 +219,19 @@ def custom(**kwargs):
     )
 
 
-def head_module(original, name="VanillaOutputLinear"):
+class PlainHead(torch.nn.Linear):
+    """Stands in for prime-rl's plain head."""
+
+    softcap = None
+
+    def forward(self, hidden_states, labels=None, temperature=None):
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return {"logits": logits}
+
+
+def head_module(original=PlainHead, name="VanillaOutputLinear"):
     """Return a hooked module of prime-rl's heads, and one of its classes.
 
     Args:

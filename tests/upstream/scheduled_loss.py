@@ -1,15 +1,18 @@
-"""A loss with a state, from outside the package: its state lists the mean loss of every step."""
+"""Losses from outside the package: one with a state, and one that reads the whole vocabulary."""
 
 from typing import ClassVar, Literal
 
 from prime_composer import LossInputs, LossOutputs
 from prime_composer.contract import Count, PairMean
-from prime_composer.losses import LossConfig
+from prime_composer.losses import LossConfig, SupportLossConfig
 
 NAME = "tests.upstream.scheduled_loss:scheduled"
+MARGIN = "tests.upstream.scheduled_loss:margin"
 
 
 class Means:
+    """A state: the mean loss of every step."""
+
     def __init__(self):
         self.means = []
 
@@ -41,3 +44,12 @@ def scheduled(inputs: LossInputs, config: ScheduledConfig, state: Means) -> Loss
         "tokens": Count(inputs.loss_mask.sum()),
     }
     return LossOutputs(loss=gap.sum(), metrics=metrics)
+
+
+class MarginConfig(SupportLossConfig):
+    type: Literal["tests.upstream.scheduled_loss:margin"] = MARGIN
+
+
+def margin(inputs: LossInputs, config: MarginConfig) -> LossOutputs:
+    """Stand for a loss of a support, which no test calls."""
+    raise NotImplementedError

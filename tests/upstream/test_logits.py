@@ -13,6 +13,7 @@ from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits
 from prime_composer.upstream.trainer.adapter import trainer_adapter
 from tests.upstream import fake_prime_rl
+from tests.upstream.fake_prime_rl import PlainHead
 
 N, D, V, K = 37, 16, 151, 5
 
@@ -48,30 +49,12 @@ class Chunked(torch.autograd.Function):
 class Fused(torch.nn.Linear):
     softcap = None
 
-    def __init__(self):
-        super().__init__(D, V, bias=False)
-
     def forward(self, hidden_states, labels=None, temperature=None):
         cap = self.softcap
         return {
             "logprobs": Chunked.apply(
                 hidden_states[0], self.weight, labels[0], 1 / temperature[0], cap
             ).unsqueeze(0)
-        }
-
-
-class Plain(torch.nn.Linear):
-    softcap = None
-
-    def __init__(self):
-        super().__init__(D, V, bias=False)
-
-    def forward(self, hidden_states, labels=None, temperature=None):
-        logits = super().forward(hidden_states)
-        return {
-            "logits": logits
-            if self.softcap is None
-            else self.softcap * torch.tanh(logits / self.softcap)
         }
 
 
@@ -85,12 +68,12 @@ def state(monkeypatch):
     trainer_adapter.cache_clear()
 
 
-@pytest.fixture(params=[(Fused, "FusedOutputLinear"), (Plain, "VanillaOutputLinear")])
+@pytest.fixture(params=[(Fused, "FusedOutputLinear"), (PlainHead, "VanillaOutputLinear")])
 def head(request):
     """A head without a softcap, unless a test gives its class one."""
     cls = fake_prime_rl.head_module(*request.param)
     torch.manual_seed(0)
-    return cls()
+    return cls(D, V, bias=False)
 
 
 def batch(masked=0.3, temperature=None):
@@ -505,7 +488,7 @@ def test_wire_refuses_router_replay():
         wire.unpack(torch.zeros(4, 2, 4, dtype=torch.int32), 8)
 
 
-class Newer(Plain):
+class Newer(PlainHead):
     """A plain head of later versions, with parameters that we do not know."""
 
     def forward(
@@ -515,6 +498,7 @@ class Newer(Plain):
         temperature=None,
         sampling_mask=None,
         extra_gather_ids=None,
+        kept_tokens=None,
     ):
         self.given = (labels, temperature, sampling_mask, extra_gather_ids)
         return {"logits": torch.nn.functional.linear(hidden_states, self.weight)}
@@ -523,7 +507,7 @@ class Newer(Plain):
 @pytest.fixture
 def newer(state):
     torch.manual_seed(0)
-    head = fake_prime_rl.head_module(Newer)()
+    head = fake_prime_rl.head_module(Newer)(D, V, bias=False)
     micro_batch, top = batch()
     state.begin(micro_batch)
     return head, micro_batch, top
@@ -559,12 +543,13 @@ def test_head_without_labels_or_temperatures_is_left_alone(newer, state, labels,
     assert set(out) == {"logits"} and head.given[:2] == given and state.micro_batch.student is None
 
 
-def test_ids_that_sampling_kept_are_refused_with_a_support(newer, state):
+@pytest.mark.parametrize("name", ["sampling_mask", "kept_tokens"])
+def test_ids_that_sampling_kept_are_refused_with_a_support(newer, state, name):
     """The label's log-prob would be over these ids, the support's over the whole vocabulary."""
     head, micro_batch, _ = newer
     given = {"labels": micro_batch["input_ids"], "temperature": torch.ones(1, N)}
-    given["sampling_mask"] = torch.ones(1, N, 3)
-    with pytest.raises(ValueError, match=r"carries sampling_mask: .* Set top_p = 1 and no top_k"):
+    given[name] = torch.ones(1, N, 3)
+    with pytest.raises(ValueError, match=rf"carries {name}: .* Set top_p = 1 and no top_k"):
         head(torch.randn(1, N, D), **given)
     state.k = 0
     state.begin(micro_batch)

@@ -77,27 +77,18 @@ class Client:
     max_retries = 2
     api_key = "EMPTY"
 
-    def __init__(self, header=None, rows=ROWS):
+    def __init__(self, header=None, rows=ROWS, error=None):
         self.requests = []
-        self.rows = rows
+        self.rows, self.error = rows, error
         self.default_headers = {} if header is None else {HEADER: header}
 
     async def post(self, url, cast_to, body, stream):
         assert stream
+        if self.error is not None:
+            raise self.error
         self.requests.append((url, body))
         k = body["sampling_params"]["prompt_logprobs"]
         return Response(answer([row and own_and_top(row, k) for row in self.rows]))
-
-
-class Failing(Client):
-    """Raises an error instead of answering."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    async def post(self, url, cast_to, body, stream):
-        raise self.error
 
 
 class Refusal(Exception):
@@ -147,7 +138,7 @@ def test_request_is_prime_rls_own_with_k_and_without_text():
 def test_request_whose_k_is_refused_says_how_to_start_the_server():
     error = Refusal("Requested prompt logprobs of 32, which is greater than max allowed: 20", 400)
     with pytest.raises(ValueError, match="--max-logprobs 32"):
-        score(Failing(error), k=32)
+        score(Client(error=error), k=32)
 
 
 def test_requests_are_limited_and_parsed_one_by_one(monkeypatch):
@@ -193,7 +184,7 @@ def test_request_that_fails_gives_its_place_back():
     async def after_failures():
         for _ in range(2):
             with pytest.raises(OSError):
-                failing = Failing(OSError("Connection error."))
+                failing = Client(error=OSError("Connection error."))
                 await requests.score(failing, "teacher", TOKENS, 2)
         return await asyncio.wait_for(requests.score(Client(), "teacher", TOKENS, 2), 10)
 
@@ -385,29 +376,19 @@ def test_stamps_send_tokens_to_their_losses(
     assert sample.advantages == [0.0, nothing, -0.5]
 
 
-def algorithm_of(name, score):
-    """Return a stand-in of a distilling algorithm, hooked.
-
-    Args:
-        name: of the class.
-        score: gets the rollouts of an episode.
-    """
+def algorithm_of(name, score, group=lambda: None, demo_key="answer"):
+    """Return a stand-in of a distilling algorithm, hooked; ``score`` gets an episode's rollouts."""
 
     class Algorithm:
         async def score_episode(self, episode):
             await score(episode.traces)
 
         async def score_group(self, episodes):
-            pass
+            group()
 
-    module = f"prime_rl.orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
-    algo = types.ModuleType(module)
-    Algorithm.__name__ = name
-    setattr(algo, name, Algorithm)
-    hooks.hook_algorithm(algo)
-    algorithm = getattr(algo, name)()
-    algorithm.demo_key = "answer"
-    return algorithm
+    Algorithm.__name__, Algorithm.demo_key = name, demo_key
+    module = f"orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
+    return getattr(hooked(module, hooks.hook_algorithm, **{name: Algorithm}), name)()
 
 
 @pytest.fixture(autouse=True)
@@ -538,14 +519,16 @@ def test_router_replay_in_the_rollouts_is_refused():
 
 
 @pytest.mark.parametrize("loss", [SAMPLED, None])
-def test_loss_without_a_support_asks_for_one_entry_and_sends_none(switch, loss):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_loss_without_a_support_asks_for_one_entry_and_sends_none(switch, servers, loss, mixed):
     """prime-rl asks for one too. The entry serves the check, and no sample carries it."""
     switch(loss)
-    client, node = Client(), Node(TOKENS)
+    client, node = Client(json.dumps(OTHERS) if mixed else None), Node(TOKENS)
     scores = prefill(client)
     routing_module().assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), scores)
-    assert scores == [0.0, -3.0, -1.5] and node.routed_experts is None
-    assert [body["sampling_params"]["prompt_logprobs"] for _, body in client.requests] == [1]
+    assert list(scores) == pytest.approx([0.0, -3.0, -1.5]) and node.routed_experts is None
+    for asked in servers.values() if mixed else [client]:
+        assert [body["sampling_params"]["prompt_logprobs"] for _, body in asked.requests] == [1]
 
 
 @pytest.mark.parametrize("loss,k", [(TOP_2, 2), (SAMPLED, 0)])
@@ -571,14 +554,6 @@ def test_masked_token_passes_to_the_trainer(switch, servers, value, loss, k):
     for server in servers.values():
         server.rows = rows
     assert prefill(Client(json.dumps(OTHERS)))[1:] == [pytest.approx(value), pytest.approx(-1.5)]
-
-
-def test_wrong_answer_of_a_mixtures_teacher_names_that_teacher(servers):
-    wrong = [None, {**ROWS[1], "1": {"logprob": 0.3, "rank": 1}}, ROWS[2]]
-    servers["http://b:8003/v1"] = Client(rows=wrong)
-    servers["http://b:8003/v1"].base_url = "http://b:8003/v1"
-    with pytest.raises(InvalidAnswer, match="^The teacher at http://b:8003 gave .* id 1 is 0.3"):
-        prefill(Client(json.dumps(OTHERS)))
 
 
 class Teacher(Client):
@@ -613,11 +588,10 @@ def often(monkeypatch):
     monkeypatch.setattr("prime_composer.teachers.watch.ASKED_EVERY", 8)
 
 
-async def ask(requests, client, times=1, frozen=True):
+async def ask(requests, client, times=1):
+    k = client.k if client.k == 2 else 0
     for _ in range(times):
-        await requests.score(
-            client, "teacher", LONG, client.k if client.k == 2 else 0, frozen=frozen
-        )
+        await requests.score(client, "teacher", LONG, k, frozen=True)
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -638,14 +612,6 @@ def test_teacher_that_is_another_model_is_refused(often, k, change):
     assert client.requests[-1][1]["token_ids"] == LONG[:64]
 
 
-def test_teacher_that_was_away_is_asked_again_at_once():
-    client, requests = Teacher(2), Requests()
-    asyncio.run(ask(requests, client, 2))
-    client.shift, client.retries = 1.0, 1
-    with pytest.raises(InvalidAnswer, match="It serves another model now"):
-        asyncio.run(ask(requests, client))
-
-
 @pytest.mark.parametrize("change", [{"shift": 0.45}, {"shift": -0.45}, {"unsteady": 6}])
 def test_right_teacher_in_half_precision_passes(often, change):
     """Also one whose experts differ at a few positions."""
@@ -654,15 +620,6 @@ def test_right_teacher_in_half_precision_passes(often, change):
     vars(client).update(change)
     asyncio.run(ask(requests, client, 24))
     assert len(client.requests) == 1 + 24 + 3
-
-
-def test_live_policy_is_asked_for_its_scores_alone(often):
-    """Its numbers change with every step of the run."""
-    client, requests = Teacher(2), Requests()
-    asyncio.run(ask(requests, client, 2, frozen=False))
-    client.shift, client.retries = 2.0, 1
-    asyncio.run(ask(requests, client, 10, frozen=False))
-    assert len(client.requests) == 12
 
 
 @pytest.mark.parametrize("name,frozen", [("OPDAlgorithm", True), ("OPSDAlgorithm", False)])
@@ -681,6 +638,10 @@ def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, name, frozen):
     client.retries = 1
     asyncio.run(algorithm.score_episode(nothing))
     assert len(client.requests) == (3 if frozen else 2)
+    client.retries, client.shift = 2, 1.0
+    if frozen:
+        with pytest.raises(InvalidAnswer, match="It serves another model now"):
+            asyncio.run(algorithm.score_episode(nothing))
 
 
 class Trace(types.SimpleNamespace):
@@ -701,58 +662,44 @@ class Episode(types.SimpleNamespace):
         return Episode(**{**vars(self), **update})
 
 
-@pytest.fixture
-def opsd():
-    """Return a function: (demo_key, traces) -> what the hooked algorithm has scored, in order.
+def opsd(demo_key, traces):
+    """Return what the hooked algorithm has scored, in order.
 
     Rollouts arrive one by one; then their group is complete.
     """
     scored = []
 
-    def note(self, trace):
-        scored.append((trace.last_reply, trace.info.get(self.demo_key)))
-        hooks.SCORING.get().asked = True
+    async def score(traces):
+        for trace in traces:
+            scored.append((trace.last_reply, trace.info.get(demo_key)))
+            hooks.SCORING.get().asked = True
 
-    class OPSDAlgorithm:
-        async def score_episode(self, episode):
-            for trace in episode.traces:
-                note(self, trace)
+    algorithm = algorithm_of("OPSDAlgorithm", score, lambda: scored.append("group"), demo_key)
+    episodes = [Episode(traces=[trace]) for trace in traces]
 
-        async def score_group(self, episodes):
-            scored.append("group")
+    async def both_phases():
+        for episode in episodes:
+            await algorithm.score_episode(episode)
+        await algorithm.score_group(episodes)
 
-    module = hooked("orchestrator.algo.opsd", hooks.hook_algorithm, OPSDAlgorithm=OPSDAlgorithm)
-
-    def run(demo_key, traces):
-        algorithm = module.OPSDAlgorithm()
-        algorithm.demo_key = demo_key
-        episodes = [Episode(traces=[trace]) for trace in traces]
-
-        async def both_phases():
-            for episode in episodes:
-                await algorithm.score_episode(episode)
-            await algorithm.score_group(episodes)
-
-        asyncio.run(both_phases())
-        return scored
-
-    return run
+    asyncio.run(both_phases())
+    return scored
 
 
-def test_hint_of_a_sibling_is_another_right_answer_of_the_group(opsd):
+def test_hint_of_a_sibling_is_another_right_answer_of_the_group():
     """The first one, and never the rollout itself. Scored once the group is complete."""
     traces = [Trace("a", 0.0), Trace(" b ", 1.0), Trace("c", 1.0)]
     scored = opsd("prime_composer:sibling", traces)
     assert scored == [("a", "b"), (" b ", "c"), ("c", "b"), "group"]
 
 
-def test_rollout_without_a_right_sibling_is_not_trained(opsd):
+def test_rollout_without_a_right_sibling_is_not_trained():
     traces = [Trace("a", 0.0), Trace("b", 1.0), Trace("c", -1.0)]
     assert opsd("prime_composer:sibling", traces) == [("a", "b"), ("c", "b"), "group"]
     assert [len(samples_of(trace, None)) for trace in traces] == [1, 0, 1]
 
 
-def test_hint_of_feedback_is_the_attempt_and_its_verdict(opsd):
+def test_hint_of_feedback_is_the_attempt_and_its_verdict():
     """At once, for it needs no other rollout."""
     scored = opsd("prime_composer:feedback", [Trace("one", 0.0), Trace("2", 1.0)])
     wrong = "An earlier attempt: one\nIts verdict: This is wrong; the right answer is 2."
@@ -760,7 +707,7 @@ def test_hint_of_feedback_is_the_attempt_and_its_verdict(opsd):
     assert scored == [("one", wrong), ("2", right), "group"]
 
 
-def test_hint_of_the_data_is_left_to_prime_rl(opsd):
+def test_hint_of_the_data_is_left_to_prime_rl():
     assert opsd("answer", [Trace("a", 0.0)]) == [("a", None), "group"]
 
 
@@ -806,15 +753,6 @@ def test_header_of_another_form_is_refused_and_not_shown(header):
     assert "hidden" not in str(caught.value)
 
 
-def test_password_in_an_error_is_not_shown(servers, capsys):
-    servers["http://b:8003/v1"] = Failing(OSError("no route to http://u:hidden@b:8003"))
-    with pytest.raises(ValueError, match=r"no route to http://\*\*\*@b:8003") as caught:
-        prefill(Client(json.dumps(OTHERS)))
-    with pytest.raises(OSError):
-        prefill(servers["http://b:8003/v1"])
-    assert "hidden" not in str(caught.value) + capsys.readouterr().err
-
-
 OTHERS = [
     {"url": "http://a:8002/v1", "model": "a", "weight": 1},
     {"url": "http://b:8003/v1", "model": "b", "weight": 3},
@@ -841,16 +779,6 @@ def test_header_names_the_teachers_that_score_instead(servers):
     assert list(scores) == pytest.approx([0.0, -3.0, -1.5])  # both have the same scores
 
 
-def test_header_of_a_sampled_loss_sends_no_support(switch, servers):
-    switch(SAMPLED)
-    node = Node(TOKENS)
-    scores = prefill(Client(json.dumps(OTHERS)))
-    routing_module().assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), scores)
-    assert list(scores) == pytest.approx([0.0, -3.0, -1.5]) and node.routed_experts is None
-    (_, body) = servers["http://a:8002/v1"].requests[0]
-    assert body["sampling_params"]["prompt_logprobs"] == 1
-
-
 @pytest.mark.parametrize("mixed,first", [(True, wire.MARK), (False, 0.0)])
 def test_mark_is_on_the_samples_that_have_scores(switch, mixed, first):
     """The trainer sees by it that the orchestrator is hooked."""
@@ -859,18 +787,29 @@ def test_mark_is_on_the_samples_that_have_scores(switch, mixed, first):
     assert scored.ref_logprobs == [first, *OWN[1:]] and rl.ref_logprobs is None
 
 
-def test_teacher_that_does_not_answer_is_named(servers):
-    servers["http://b:8003/v1"] = Failing(OSError("Connection error."))
-    message = "The teacher b at http://b:8003/v1 did not score: Connection error. Start its"
-    with pytest.raises(ValueError, match=message):
-        prefill(Client(json.dumps(OTHERS)))
+WRONG = [None, {**ROWS[1], "1": {"logprob": 0.3, "rank": 1}}, ROWS[2]]
+OF_A_MIXTURE = {
+    "a wrong answer": ({"rows": WRONG}, "^The teacher at http://b:8003 gave .* id 1 is 0.3"),
+    "no answer": ({"error": OSError("Connection error.")},
+                  "The teacher b at http://b:8003/v1 did not score: Connection error. Start its"),
+    "no key": ({"error": Refusal("Unauthorized", 401)},
+               "teacher b at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY"),
+    "a password in the error": ({"error": OSError("no route to http://u:hidden@b:8003")},
+                                r"no route to http://\*\*\*@b:8003"),
+}  # fmt: skip
+"""What the second teacher of a mixture does, and what the error says."""
 
 
-def test_teacher_that_wants_a_key_names_the_variable(servers):
-    servers["http://a:8002/v1"] = Failing(Refusal("Unauthorized", 401))
-    message = "The teacher a at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("case", OF_A_MIXTURE)
+def test_teacher_of_a_mixture_that_fails_is_named(servers, case, capsys):
+    how, words = OF_A_MIXTURE[case]
+    failing = servers["http://b:8003/v1"] = Client(**how)
+    failing.base_url = "http://b:8003/v1"
+    with pytest.raises(ValueError, match=words) as caught:
         prefill(Client(json.dumps(OTHERS)))
+    with pytest.raises(type(how.get("error", InvalidAnswer()))):
+        prefill(failing)
+    assert "hidden" not in str(caught.value) + capsys.readouterr().err
 
 
 def test_teachers_have_their_own_api_keys_and_one_client_each(monkeypatch, servers):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream.keys import IMPORT_PATH, SWITCH
-from prime_composer.upstream.settings import AdapterSettings, parse_loss_table, wire_support_size
+from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
 from tests.prime_rl_checkout import REPO
-from tests.upstream import whole_support
+from tests.upstream import scheduled_loss
 
 TOP_K = {"type": "topk_reverse_kl", "k": 4}
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -165,12 +165,6 @@ def test_resolved_settings_are_read_without_torch():
     assert (done.stdout, done.stderr) == ("4 False\n", "")
 
 
-def test_support_size_asks_for_a_loss_where_none_is_named():
-    """This process was not started by prime-rl's launcher."""
-    with pytest.raises(ValueError, match="no loss is named in this process"):
-        AdapterSettings().support_size()
-
-
 BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
 
 
@@ -184,10 +178,11 @@ BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
         ({"loss": FULL}, 0, None, "trainer"),
         ({"loss": {"type": "adaptive_kl", "k": "full"}}, 0, None, "trainer"),
         ({"loss": BOTH_KINDS}, 4, "in_loss", "trainer"),
+        ({"loss": {"type": scheduled_loss.MARGIN, "k": "full"}}, 0, None, "trainer"),
     ],
 )
 def test_from_env_derives_rewards_and_who_asks(monkeypatch, given, k, rewards, asked_by):
-    """The trainer asks where hidden states are read."""
+    """The trainer asks where hidden states are read, by a loss from outside too."""
     monkeypatch.setenv(SWITCH, json.dumps(given))
     settings = AdapterSettings.from_env()
     assert (settings.k, settings.rewards, settings.asked_by) == (k, rewards, asked_by)
@@ -221,23 +216,6 @@ def test_parse_loss_table_names_section_key_and_choices(table, words, names_loss
         parse_loss_table(table, section="here")
     losses = [name for name in LOSS_TYPES if ":" not in name]
     assert all(name in str(refusal.value) for name in losses) is names_losses
-
-
-@pytest.mark.parametrize(
-    "table,size",
-    [
-        (TOP_K, 4),
-        (SAMPLED, 0),
-        (FULL, 0),
-        ({"type": "adaptive_kl", "k": "full"}, 0),
-        (whole_support.FULL, 0),
-    ],
-)
-def test_wire_support_size_is_zero_without_a_support(table, size):
-    """Hidden states are no support, of a loss from outside neither."""
-    loss = parse_loss_table(table)
-    assert wire_support_size(loss) == size
-    assert loss.reads_hidden_states is (table.get("k") == "full" or table is whole_support.FULL)
 
 
 def test_teachers_are_not_in_the_settings_repr():

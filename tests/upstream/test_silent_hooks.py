@@ -273,13 +273,6 @@ def test_silent_loss_is_judged_by_the_rank_with_tokens(torch_forks):
 K, D, V, N = 3, 8, 20, 6
 
 
-class Plain(torch.nn.Linear):
-    """Stands in for prime-rl's plain head."""
-
-    def forward(self, hidden_states, labels=None, temperature=None):
-        return {"logits": super().forward(hidden_states)}
-
-
 @pytest.mark.parametrize("labels", [True, False])
 @pytest.mark.parametrize("seen", [True, False])
 def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path, seen, labels):
@@ -289,7 +282,7 @@ def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path
     state = trainer_adapter()
     state.k = K
     name = "ChunkedOutputLinear" if labels else "VanillaOutputLinear"
-    head = fake_prime_rl.head_module(Plain, name)(D, V, bias=False)
+    head = fake_prime_rl.head_module(name=name)(D, V, bias=False)
     model = types.SimpleNamespace(lm_head=head)
     state.model = model if seen else None
     batch = micro_batch()

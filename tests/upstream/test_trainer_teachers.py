@@ -17,11 +17,10 @@ from prime_composer.divergences import reverse_kl
 from prime_composer.full_vocabulary import compare
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.teachers.server import ServerScorer
-from prime_composer.upstream.teachers import Teacher, configured
+from prime_composer.upstream.teachers import Teacher
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks, questions
 from prime_composer.upstream.trainer.adapter import trainer_adapter
-from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.upstream import fake_prime_rl
 
 V, D, DT, K = 31, 6, 5, 3
@@ -119,26 +118,11 @@ def hook(monkeypatch, loss, entries=ONE, **settings):
     return trainer_adapter()
 
 
-class Output(torch.nn.Linear):
-    """Stands in for prime-rl's plain head."""
-
-    def __init__(self, softcap=None):
-        super().__init__(D, V, bias=False)
-        self.softcap = softcap
-
-    def forward(self, hidden_states, labels=None, temperature=None):
-        logits = super().forward(hidden_states)
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return {"logits": logits}
-
-
 @pytest.fixture
-def output():
-    """Return a hooked class of prime-rl's heads."""
-    cls = fake_prime_rl.head_module(Output)
+def head():
+    """Return a hooked head of prime-rl's."""
     torch.manual_seed(0)
-    return cls
+    return fake_prime_rl.head_module()(D, V, bias=False)
 
 
 def step(state, head, hidden, tensors):
@@ -190,7 +174,7 @@ def test_answers_of_the_next_micro_batch_are_asked_for_ahead(monkeypatch):
     assert len(Scorer.opened[1].asked) == 4
 
 
-def test_student_runs_while_the_teacher_works(monkeypatch, output):
+def test_student_runs_while_the_teacher_works(monkeypatch, head):
     """The questions are sent when the batch has come; the loss waits, the forward does not."""
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     Scorer.opened = []
@@ -200,7 +184,7 @@ def test_student_runs_while_the_teacher_works(monkeypatch, output):
     state.batch_came([tensors])
     labels = tensors["input_ids"]
     state.begin(tensors)
-    output()(torch.randn(1, 12, D), labels, temperature=tensors["temperatures"])
+    head(torch.randn(1, 12, D), labels, temperature=tensors["temperatures"])
     assert state.micro_batch.head is not None
     scorer.gate.set()
     assert len(state.micro_batch.answers) == 2
@@ -208,11 +192,11 @@ def test_student_runs_while_the_teacher_works(monkeypatch, output):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("entries", [ONE, TWO], ids=["one", "mixture"])
-def test_whole_vocabulary_equals_plain_float64(monkeypatch, output, entries, softcap):
+def test_whole_vocabulary_equals_plain_float64(monkeypatch, head, entries, softcap):
     """KL(p || sum of w q) of the trained tokens, and its gradients for states and head."""
     state, tensors = hook(monkeypatch, FULL, entries), micro_batch()
     state.batch_came([tensors])
-    head = output(softcap).double()
+    head.double().softcap = softcap
     hidden = torch.randn(1, 12, D, dtype=torch.float64, requires_grad=True)
     found = step(state, head, hidden, tensors)
     masks = tensors["loss_mask"][0].split(LENGTHS)
@@ -248,7 +232,7 @@ def test_whole_vocabulary_equals_plain_float64(monkeypatch, output, entries, sof
     torch.testing.assert_close(own, q.log()[rows - 1].gather(1, labels)[:, 0], atol=1e-5, rtol=0)
 
 
-def test_stops_of_the_whole_vocabulary_are_those_of_the_heads(monkeypatch, output):
+def test_stops_of_the_whole_vocabulary_are_those_of_the_heads(monkeypatch, head):
     """Log p of the sampled ones, with the gradient; the loss is that of plain float64."""
     tensors = micro_batch()
     ids = tensors["input_ids"][0]
@@ -256,8 +240,8 @@ def test_stops_of_the_whole_vocabulary_are_those_of_the_heads(monkeypatch, outpu
     loss = {**FULL, "stops": {"ids": stops}}
     state = hook(monkeypatch, loss, ONE)
     state.batch_came([tensors])
-    head, hidden = output().double(), torch.randn(1, 12, D, dtype=torch.float64, requires_grad=True)
-    found = step(state, head, hidden, tensors)
+    hidden = torch.randn(1, 12, D, dtype=torch.float64, requires_grad=True)
+    found = step(state, head.double(), hidden, tensors)
     sampled = torch.isin(ids, torch.tensor(stops)) & tensors["loss_mask"][0]
     own = torch.cat([one.stops.logprobs for one in found])
     kept = sampled[: len(own)]
@@ -271,26 +255,26 @@ def test_stops_of_the_whole_vocabulary_are_those_of_the_heads(monkeypatch, outpu
     torch.testing.assert_close(hidden.grad, plain.grad, atol=1e-9, rtol=1e-9)
 
 
-def test_whole_vocabulary_of_a_batch_without_tokens_has_no_loss(monkeypatch, output):
+def test_whole_vocabulary_of_a_batch_without_tokens_has_no_loss(monkeypatch, head):
     """prime-rl fills ranks up with such batches. Their backward is a collective too."""
     tensors = micro_batch()
     tensors["ref_kl_weights"] = torch.zeros_like(tensors["ref_kl_weights"])
     state = hook(monkeypatch, FULL, ONE)
     state.batch_came([tensors])
-    head, hidden = output(), torch.randn(1, 12, D, requires_grad=True)
+    hidden = torch.randn(1, 12, D, requires_grad=True)
     (heads, _) = (one.hidden_states for one in step(state, head, hidden, tensors))
     compare(heads.masked(torch.zeros(5, dtype=torch.bool)), reverse_kl).sum().backward()
     assert not Scorer.opened
     assert not hidden.grad.any() and not head.weight.grad.any()
 
 
-def test_top_k_of_the_trainer_leaves_the_wire_to_router_replay(monkeypatch, output):
+def test_top_k_of_the_trainer_leaves_the_wire_to_router_replay(monkeypatch, head):
     """The support is the teacher's own; prime-rl's field has the experts and is not read."""
     experts = torch.randint(0, 4, (1, 12, 2, 2), dtype=torch.int32)
     tensors = micro_batch(routed_experts=experts)
     state = hook(monkeypatch, {"type": "topk_reverse_kl", "k": K}, ONE)
     state.batch_came([tensors])
-    head, hidden = output(), torch.randn(1, 12, D)
+    hidden = torch.randn(1, 12, D)
     found = step(state, head, hidden, tensors)
     (scorer,) = Scorer.opened
     log_q = scorer.logprobs(tensors["input_ids"][0])
@@ -310,17 +294,8 @@ def test_sampled_loss_reads_the_trainers_answers(monkeypatch):
     state, tensors = hook(monkeypatch, {"type": "sampled_reverse_kl"}, ONE), micro_batch()
     state.batch_came([tensors])
     state.begin(tensors)
-    n = sum(LENGTHS)
-    parts = torch.full((n,), -1.0).split(LENGTHS)
-    state.micro_batch.place(parts)
-    inputs = fake_prime_rl.LossInputsV07(
-        trainer_logprobs=parts[0].requires_grad_(),
-        inference_logprobs=parts[0].detach(),
-        ref_logprobs=torch.full((5,), torch.nan),
-        advantages=torch.zeros(5),
-        loss_mask=tensors["loss_mask"][0][:5],
-        loss_weights=None,
-    )
+    state.micro_batch.place(torch.full((sum(LENGTHS),), -1.0).split(LENGTHS))
+    inputs = fake_prime_rl.inputs_of(tensors["loss_mask"][0][:5])
     state.micro_batch.place([inputs.trainer_logprobs])
     out = state.loss(inputs)
     assert out.loss.isfinite()
@@ -380,12 +355,12 @@ def test_trainer_asks_a_teacher_of_another_start_at_once(starts, changed, asked)
 
 
 @pytest.mark.parametrize("loss", [{}, {"temperature": 2.0}])
-def test_whole_vocabulary_says_which_temperature_it_has(monkeypatch, output, loss, capsys):
+def test_whole_vocabulary_says_which_temperature_it_has(monkeypatch, head, loss, capsys):
     """The loss's own, for both sides, and not that of the rollouts."""
     tensors = micro_batch()
     tensors["temperatures"] = torch.full((1, 12), 0.5)
     state = hook(monkeypatch, {**FULL, **loss}, ONE)
-    head, hidden = output(), torch.randn(1, 12, D)
+    hidden = torch.randn(1, 12, D)
     for _ in range(2):
         state.batch_came([tensors])
         found, _ = step(state, head, hidden, tensors)
@@ -393,14 +368,7 @@ def test_whole_vocabulary_says_which_temperature_it_has(monkeypatch, output, los
     assert (
         sum("compares student and teacher at the temperature of the loss" in x for x in lines) == 1
     )
-    inputs = fake_prime_rl.LossInputsV07(
-        trainer_logprobs=torch.full((5,), -1.0, requires_grad=True),
-        inference_logprobs=torch.full((5,), -1.0),
-        ref_logprobs=torch.full((5,), torch.nan),
-        advantages=torch.zeros(5),
-        loss_mask=tensors["loss_mask"][0][:5],
-        loss_weights=None,
-    )
+    inputs = fake_prime_rl.inputs_of(tensors["loss_mask"][0][:5])
     state.batch_came([tensors])
     step(state, head, hidden, tensors)
     state.micro_batch.place([inputs.trainer_logprobs])
@@ -438,7 +406,7 @@ def rounded(scorer):
 
 
 @pytest.mark.parametrize("spoil", [wrong_states, wrong_head, wrong_scale, rounded])
-def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, spoil):
+def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, head, spoil):
     """Before the first loss, by the server's own log-probs."""
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     original = Scorer.__init__
@@ -454,10 +422,10 @@ def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, 
         r"begins at token 0 .*Start the server anew"
     )
     with pytest.raises(ValueError, match=message):
-        step(state, output(), torch.randn(1, 12, D), tensors)
+        step(state, head, torch.randn(1, 12, D), tensors)
 
 
-def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
+def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, head):
     """Padding explains a few ids."""
     monkeypatch.setattr(questions, "MOST_PADDING", 3)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
@@ -467,7 +435,7 @@ def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
     scorer.head = dataclasses.replace(scorer.head, weight=wider)
     state.batch_came([tensors])
     with pytest.raises(ValueError, match="output head of 35 ids and the student one of 31"):
-        step(state, output(), torch.randn(1, 12, D), tensors)
+        step(state, head, torch.randn(1, 12, D), tensors)
 
 
 class NarrowScorer(Scorer):
@@ -490,14 +458,14 @@ class NarrowScorer(Scorer):
         ]
 
 
-def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, output):
+def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, head):
     """Ids that the teacher lacks are one outcome with the floor of a bucket."""
     monkeypatch.setattr(questions, "ServerScorer", NarrowScorer)
     monkeypatch.setattr(questions, "CHECKED_EVERY", 1)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     tensors["input_ids"][0, [3, 6]] = V - 1
     state.batch_came([tensors])
-    head = output().double()
+    head.double()
     hidden = torch.randn(1, 12, D, dtype=torch.float64)
     found = step(state, head, hidden, tensors)
     masks = tensors["loss_mask"][0].split(LENGTHS)
@@ -544,7 +512,7 @@ def test_head_too_large_for_the_device_names_the_remedy(monkeypatch):
 @pytest.mark.parametrize(
     "loss,at_once", [(FULL, True), ({"type": "topk_reverse_kl", "k": K}, False)]
 )
-def test_error_of_a_server_stops_the_step(monkeypatch, output, loss, at_once):
+def test_error_of_a_server_stops_the_step(monkeypatch, head, loss, at_once):
     """Of a missing head when the batch comes; of scores by the step that would train on them."""
     state, tensors = hook(monkeypatch, loss, ONE), micro_batch()
 
@@ -555,7 +523,7 @@ def test_error_of_a_server_stops_the_step(monkeypatch, output, loss, at_once):
     with pytest.raises(ServerError, match="no scoring plugin"):
         state.batch_came([tensors])
         assert not at_once
-        step(state, output(), torch.randn(1, 12, D), tensors)
+        step(state, head, torch.randn(1, 12, D), tensors)
 
 
 class Root:
@@ -572,11 +540,11 @@ class Root:
 
 
 @pytest.mark.parametrize("owns", [True, False])
-def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
+def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, head, owns):
     """FSDP has freed a head that is tied to the embeddings, which are the root's."""
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     state.batch_came([tensors])
-    head, hidden = output(), torch.randn(1, 12, D)
+    hidden = torch.randn(1, 12, D)
     state.model = Root(head.weight, owns)
     step(state, head, hidden, tensors)
     head.weight.untyped_storage().resize_(0)
@@ -587,12 +555,3 @@ def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
         with pytest.raises(RuntimeError, match="has freed the output head's weight"):
             head_hook.gather_head(state)
         head.weight.untyped_storage().resize_(state.model.values.untyped_storage().size())
-
-
-def test_configured_header_that_is_damaged_is_refused() -> None:
-    """In one sentence, before anything starts."""
-    client = SimpleNamespace(headers={HEADER: "{}"}, name="m")
-    algorithm = SimpleNamespace(type="opd", teacher=client)
-    source = SimpleNamespace(resolved_name="x", algo=algorithm)
-    with pytest.raises(ValueError, match="must be a JSON list of {url, model, weight}"):
-        configured(SimpleNamespace(train=SimpleNamespace(source=[source])))

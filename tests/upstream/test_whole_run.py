@@ -111,7 +111,6 @@ def run(
     switch="1",
     several=False,
     words=False,
-    loops=False,
     modules=(),
     unhooked=(),
     meanwhile=None,
@@ -132,7 +131,6 @@ def run(
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
         words: the student's answers are of letters, of different lengths.
-        loops: the student's answers end in a repetition.
         modules: folders for PYTHONPATH.
         unhooked: processes that start without PRIME_COMPOSER.
         meanwhile: called with the servers by role, beside the run.
@@ -158,7 +156,6 @@ def run(
             forks(python),
             *files,
             *(["--words"] if words and role == "student" else []),
-            *(["--loops"] if loops and role == "student" else []),
             *(["--experts"] if replay and role == "student" else []),
             *(["--plugin"] if plugin and role != "student" else []),
         )
@@ -229,14 +226,11 @@ def step_of(folder):
     return int(Path(folder).name.removeprefix("step_"))
 
 
-def reference(
-    result, mixture=lambda tokens: {"teacher": 1.0}, places=lambda tokens, prompt: prompt, stops=()
-):
+def reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=()):
     """Return the float64 numbers of the first batch that the teacher scored, and the last update.
 
     Args:
         mixture: weights of the teachers by role, of a sequence.
-        places: those of a sequence's tokens that count, of it and the length of its prompt.
         stops: ids that are one outcome.
     """
     sampled = generate_requests(result, "student")
@@ -247,7 +241,7 @@ def reference(
     sequences = [
         [
             tokens,
-            places(tokens, prompts[json.dumps(tokens)]),
+            prompts[json.dumps(tokens)],
             {str(result["models"] / role): w for role, w in mixture(tokens).items()},
         ]
         for tokens in scored
@@ -441,12 +435,6 @@ def test_whole_run_beside_rl_keeps_prime_rls_rl_loss(trees, models, tmp_path):
     assert expected["moved"] > 1e-3 and not update["missing"]
 
 
-REWARDED = {
-    "type": "compose",
-    "distillation": {"teacher": {"weight": 0.5, "loss": TOP_K}},
-}
-
-
 def step_batches(result):
     """Return, step by step, the micro-batches that each rank of the trainer read."""
     steps = {}
@@ -454,61 +442,6 @@ def step_batches(result):
         ranks = steps.setdefault(step_of(file.parent), [])
         ranks.append(msgspec.msgpack.decode(file.read_bytes()))
     return [steps[step] for step in sorted(steps)]
-
-
-def trained_steps(result):
-    """Return what float64 needs of each step (reference_mixed.py).
-
-    prime-rl's files, of one micro-batch per step, say which rollouts these are. All else is what
-    the student's server saw. The advantage is the reward of tiny_lengths minus the group's mean.
-    """
-    tokenizer = json.loads((result["models"] / "student" / "tokenizer.json").read_text())
-    letters = tokenizer["model"]["vocab"]
-    even = [[letters[letter] for letter in f"{i}+{i}="] for i in range(0, 8, 2)]
-    sampled = {}
-    for request in generate_requests(result, "student"):
-        sampled.setdefault(json.dumps(request["in"] + request["out"]), []).append(request)
-    steps = []
-    for version, ((micro_batch,),) in enumerate(step_batches(result)):
-        rollouts = [sampler_of(span, micro_batch, sampled) for span in spans(micro_batch)]
-        by_prompt = {}
-        for request in rollouts:
-            constant = any(contains(request["in"], part) for part in even)
-            request["reward"] = 1.0 if constant else len(request["out"]) / 12
-            by_prompt.setdefault(json.dumps(request["in"]), []).append(request["reward"])
-        assert [len(rewards) for rewards in by_prompt.values()] == [4, 4]
-        steps.append(
-            {
-                "weights": weights_of(result, version),
-                "rollouts": [
-                    {
-                        "tokens": r["in"] + r["out"],
-                        "prompt": len(r["in"]),
-                        "logprobs": r["logprobs"],
-                        "advantage": r["reward"] - mean(by_prompt[json.dumps(r["in"])]),
-                    }
-                    for r in rollouts
-                ],
-            }
-        )
-    return steps
-
-
-def sampler_of(span, micro_batch, sampled):
-    """Take the request that a trained sequence is the answer of from those of the same tokens.
-
-    The same few tokens are sampled more than once, by other weights, and not all are trained on.
-    The log-probs in prime-rl's file tell which one this is.
-    """
-    tokens, mask, _, logprobs = (values[span] for values in micro_batch[:4])
-    trained = [logprob for logprob, is_trained in zip(logprobs, mask, strict=True) if is_trained]
-    same = sampled[json.dumps(tokens)]
-    differences = [
-        max(abs(a - b) for a, b in zip(request["logprobs"], trained, strict=True))
-        for request in same
-    ]
-    assert min(differences) < 1e-5
-    return same.pop(differences.index(min(differences)))
 
 
 def trained_tokens(result):
@@ -535,57 +468,12 @@ def spans(micro_batch):
         start += length
 
 
-def mixed_reference(result, steps, weight):
-    """Return float64's losses of the steps: (rl + weight * kl) per token."""
-    every = mixed_sums(result, steps)
-    return [(sums["rl"] + weight * sums["kl"]) / sums["tokens"] for sums in every]
-
-
-def mixed_sums(result, steps):
-    """Return float64's sums of the steps (reference_mixed.py)."""
-    file = result["folder"] / "steps.json"
-    file.write_text(json.dumps(steps))
-    folders = [result["models"] / role for role in ("student", "teacher")]
-    return json.loads(script(result["python"], "reference_mixed.py", *folders, K, file))
-
-
-def contains(tokens, part):
-    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
-
-
 def weights_of(result, version):
     """Return the folder of a version of the student's weights, None for the initial ones."""
     if version == 0:
         return None
     kept = [result["folder"] / name / f"step_{version}" for name in (KEPT, "student.weights")]
     return str(next(folder for folder in kept if folder.exists()))
-
-
-@other
-def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path):
-    """One loss over one denominator: each step's is the one that float64 gives.
-
-    Half of the groups earn equal rewards, and are worth their distillation.
-    """
-    result = run(
-        trees,
-        models,
-        tmp_path,
-        REWARDED,
-        words=True,
-        group_size=4,
-        taskset="tiny-lengths",
-        seq_len=512,  # the whole batch fits one micro-batch, so that loss/mean is the step's
-    )
-    assert "compose registered for rl tokens" in result["trainer"]
-    steps = trained_steps(result)
-    advantages = [r["advantage"] for step in steps for r in step["rollouts"]]
-    assert any(advantages) and not all(advantages)
-    expected = mixed_reference(result, steps, 0.5)
-    rows = metric_rows(result)
-    losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
-    # bfloat16 models: the logits of both sides are rounded to 8 bits.
-    assert losses == pytest.approx(expected, abs=1e-2)
 
 
 def scores_sent(micro_batch):
@@ -600,7 +488,7 @@ def scores_sent(micro_batch):
 
 
 def replayed_steps(result):
-    """Return what float64 needs of each step (reference_mixed.py), with the experts to replay."""
+    """Return what float64 needs of each step (reference_replay.py), with the experts to replay."""
     sampled = {json.dumps(r["in"] + r["out"]): r for r in generate_requests(result, "student")}
     steps = []
     for version, ((micro_batch,),) in enumerate(step_batches(result)):
@@ -614,8 +502,6 @@ def replayed_steps(result):
                 {
                     "tokens": tokens,
                     "prompt": len(request["in"]),
-                    "logprobs": request["logprobs"],
-                    "advantage": 0.0,
                     "experts": [*experts, experts[-1]],  # the last token's have no forward
                 }
             )
@@ -659,7 +545,10 @@ def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path):
 
 def replay_numbers(result, steps):
     """Return of each step the mean KL of its tokens, and the largest mean of a rollout."""
-    every = mixed_sums(result, steps)
+    file = result["folder"] / "steps.json"
+    file.write_text(json.dumps(steps))
+    folders = [result["models"] / role for role in ("student", "teacher")]
+    every = json.loads(script(result["python"], "reference_replay.py", *folders, K, file))
     return [sums["kl"] / sums["tokens"] for sums in every], [
         max(sums["rollouts"]) for sums in every
     ]
@@ -729,42 +618,6 @@ def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, how):
     if stops:
         apart, merged = (full_reference(result, stops=each)["steps"] for each in ((), stops))
         assert apart[0]["mean"] - merged[0]["mean"] > 3e-2
-
-
-@other
-def test_whole_run_of_an_outside_loss_compares_all_ids(trees, models, tmp_path, monkeypatch):
-    """With ``k = "full"`` the trainer asks for hidden states, as for our own losses."""
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / "whole_kl.py").write_text(WHOLE_KL)
-    monkeypatch.syspath_prepend(str(folder))
-    loss = {"type": "whole_kl:reverse", "k": "full"}
-    recipe = {"plugin": True, "seq_len": 512, "modules": [folder]}
-    result = run(trees, models, tmp_path / "run", loss, **recipe)
-    check_whole_vocabulary(result, {}, "whole_kl:reverse")
-
-
-WHOLE_KL = """
-from typing import Literal
-
-from prime_composer import LossInputs, LossOutputs
-from prime_composer.losses import SupportLossConfig
-from prime_composer.losses.shared.support_divergence import support_divergence
-
-
-class WholeKL(SupportLossConfig):
-    type: Literal["whole_kl:reverse"] = "whole_kl:reverse"
-    normalization: Literal["full"] = "full"
-    examples = ({"k": "full"},)
-
-
-def distance(log_p, log_q, *, normalization):
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def reverse(inputs: LossInputs, config: WholeKL) -> LossOutputs:
-    return support_divergence(inputs, config, distance, metric="kl")
-"""
 
 
 def check_whole_vocabulary(result, how, name="topk_reverse_kl"):

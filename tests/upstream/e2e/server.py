@@ -1,15 +1,13 @@
 """Serve a Hugging Face model on a CPU, with the part of vLLM's HTTP interface that prime-rl uses.
 
-usage: server.py MODEL PORT LOG.jsonl [--words] [--loops] [--plugin] [--experts]
+usage: server.py MODEL PORT LOG.jsonl [--words] [--plugin] [--experts]
 
 Every request is logged; for /inference/v1/generate with the tokens of request and answer, and the
 log-probs of the answer. Sampling is seeded. Once the file LOG.spoiled exists, log-probs of prompts
 are 3 nats too high. With --words, answers are of the letters a to z, and end after each with
-probability 1/6; the log-probs stay the model's. With --loops, an answer repeats a piece from
-its ninth token on: of one token, in the next answer of two, up to six, and again; the log-probs
-stay the model's. New weights are kept in LOG.weights. With --plugin there are the routes of the
-scoring plugin, with a head that multiplies in float32. With --experts each router of the model
-takes its least probable experts, and the answer names them as vLLM's with
+probability 1/6; the log-probs stay the model's. New weights are kept in LOG.weights. With --plugin
+there are the routes of the scoring plugin, with a head that multiplies in float32. With --experts
+each router of the model takes its least probable experts, and the answer names them as vLLM's with
 enable_return_routed_experts: for all tokens but the last.
 """
 
@@ -22,7 +20,6 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import cycle
 from pathlib import Path
 
 import msgspec
@@ -33,19 +30,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MAX_NEW = 32
-BEFORE, LONGEST_PIECE, REPEATED = 8, 6, (94, 216)
-"""With --loops: sampled tokens of an answer, and what repeats after them: any number of times the
-first token, then the second one.
-
-After these two, models.py's student and teacher are the furthest apart.
-"""
 SCORE, HEAD = "/v1/prime_composer/score", "/v1/prime_composer/head"
 
 
 class Engine:
     """The model, and the log of its requests."""
 
-    def __init__(self, path, log, words=False, experts=False, loops=False):
+    def __init__(self, path, log, words=False, experts=False):
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         self.base = {name: weight.clone() for name, weight in self.model.state_dict().items()}
@@ -53,7 +44,6 @@ class Engine:
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
         self.words = words
-        self.pieces = cycle(range(1, LONGEST_PIECE + 1)) if loops else None
         self.name = path
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         vocabulary = json.loads((Path(path) / "tokenizer.json").read_text())["model"]["vocab"]
@@ -78,12 +68,9 @@ class Engine:
                 else None
             )
             out, content, reason = [], [], "length"
-            piece = next(self.pieces) if self.pieces else 0
             for _ in range(min(params.get("max_tokens") or 16, MAX_NEW)):
                 row = self.logprobs(prompt + out, temperature)[-1]
-                if piece and len(out) >= BEFORE:
-                    token = REPEATED[(len(out) - BEFORE) % piece == piece - 1]
-                elif self.words:
+                if self.words:
                     choice = torch.multinomial(row[self.letters].exp(), 1, generator=self.generator)
                     token = int(self.letters[choice])
                 else:
@@ -297,7 +284,7 @@ def listen(port, requests):
 
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
-    switches = (f"--{name}" in sys.argv for name in ("words", "experts", "loops"))
+    switches = (f"--{name}" in sys.argv for name in ("words", "experts"))
     engine = Engine(path, log, *switches)
     requests = handler(engine, path, "--plugin" in sys.argv)
     print("loaded", flush=True)

@@ -1,13 +1,12 @@
-"""Compute the sums of an RL and a distillation loss in float64, step by step.
+"""Compute a top-K loss in float64, step by step, with the experts that sampled.
 
-usage: reference_mixed.py STUDENT TEACHER K STEPS.json
+usage: reference_replay.py STUDENT TEACHER K STEPS.json
 
 Imports nothing of this package. STUDENT and TEACHER are folders of models. STEPS is a list of
 {"weights": folder of the student's weights in that step or null for its own, "rollouts": list of
-{"tokens", "prompt": its length, "logprobs": log mu of the rest, "advantage"}}. A rollout's
-"experts", [tokens, layers, k], take the place of the routers' own choice. Prints JSON, per step:
+{"tokens", "prompt": its length}}. A rollout's "experts", [tokens, layers, k], take the place of
+the routers' own choice. Prints JSON, per step:
 
-    rl       sum of -keep A rho + 1e-3 (log rho)^2, with rho = p / mu and DPPO's trust region 0.2
     kl       sum of the reverse KL of student against teacher on the teacher's top-K, plus one
              bucket for the rest
     rollouts the mean of these, for each rollout
@@ -24,11 +23,6 @@ from experts import Routing  # beside this program
 from reference_model import load
 
 
-def rl_term(p, mu, advantage):
-    keep = p - mu <= 0.2 if advantage > 0 else p - mu >= -0.2
-    return -keep * advantage * p / mu + 1e-3 * math.log(p / mu) ** 2
-
-
 def tail_kl(p, q, k):
     top = q.topk(k).indices
     pairs = [(float(p[v]), float(q[v])) for v in top]
@@ -41,7 +35,7 @@ def main(student, teacher, k, steps):
     q_model, sums = load(teacher), []
     for step in json.loads(Path(steps).read_text()):
         p_model = load(student, step["weights"])
-        rl, kl = 0.0, []
+        kl = []
         for rollout in step["rollouts"]:
             ids, prompt = rollout["tokens"], rollout["prompt"]
             if "experts" in rollout:
@@ -50,14 +44,10 @@ def main(student, teacher, k, steps):
                 torch.softmax(model(torch.tensor([ids])).logits[0], dim=-1)
                 for model in (p_model, q_model)
             )
-            kl.append([])
-            for t, log_mu in enumerate(rollout["logprobs"], prompt):
-                own = float(p[t - 1, ids[t]])
-                rl += rl_term(own, math.exp(log_mu), rollout["advantage"])
-                kl[-1].append(tail_kl(p[t - 1], q[t - 1], k))
+            kl.append([tail_kl(p[t - 1], q[t - 1], k) for t in range(prompt, len(ids))])
         means = [sum(values) / len(values) for values in kl]
         total, tokens = sum(map(sum, kl)), sum(map(len, kl))
-        sums.append({"rl": rl, "kl": total, "rollouts": means, "tokens": tokens})
+        sums.append({"kl": total, "rollouts": means, "tokens": tokens})
     print(json.dumps(sums))
 
 
