@@ -16,9 +16,7 @@ memory, and a KL or TAID at most 1.15 times the time of its products.
 
 import argparse
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import time
 
@@ -36,6 +34,7 @@ from prime_composer.divergences import (
 )
 from prime_composer.full_vocabulary import compare, kernel, token_blocks
 from prime_composer.full_vocabulary.compare import KERNELS
+from tests.benchmarks.turns import answer, children, peak_mib
 
 BETA, T, TOP_MASS = 0.5, 0.4, 0.5
 DIVERGENCES = {
@@ -140,44 +139,16 @@ class Step:
 def peak(cuda: bool) -> float:
     if cuda:
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def serve(variants: list[str], options: argparse.Namespace) -> None:
-    """Print the first variant's memory. Then answer each line with the seconds of each variant."""
-    step = Step(options.child_objective, options)
-    print(step.memory(variants[0]), flush=True)
-    for _ in sys.stdin:
-        print(*(step.timed(variant) for variant in variants), flush=True)
-
-
-def child(objective: str, variants: str, arguments: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.benchmarks.full_vocabulary", *arguments]
-    return subprocess.Popen(
-        [*command, "--child", variants, "--child-objective", objective],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return peak_mib()
 
 
 def measured(objective: str, rounds: int, arguments: list[str]) -> str:
     """Return a line of the table."""
-    children = [child(objective, variants, arguments) for variants in ("chunked,products", "plain")]
-    try:
-        memory, plain_memory = (float(process.stdout.readline()) for process in children)
-        turns = []
-        for _ in range(rounds):
-            seconds = []
-            for process in children:
-                process.stdin.write("\n")
-                process.stdin.flush()
-                seconds += [float(number) for number in process.stdout.readline().split()]
-            turns.append(seconds)
-    finally:
-        for process in children:
-            process.stdin.close()
-            process.wait()
+    words = [*arguments, "--child-objective", objective, "--child"]
+    each = [[*words, variants] for variants in ("chunked,products", "plain")]
+    with children("tests.benchmarks.full_vocabulary", each) as started:
+        memory, plain_memory = (child.first for child in started)
+        turns = [[*started[0].step(), *started[1].step()] for _ in range(rounds)]
     chunked, products, plain = (statistics.median(column) for column in zip(*turns, strict=True))
     ratio = statistics.median(turn[0] / turn[1] for turn in turns)
     return (
@@ -200,7 +171,8 @@ def main() -> None:
     parser.add_argument("--child-objective", choices=OBJECTIVES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        serve(options.child.split(","), options)
+        step, variants = Step(options.child_objective, options), options.child.split(",")
+        answer(step.memory(variants[0]), lambda: [step.timed(variant) for variant in variants])
         return
     print(
         f"vocabulary {options.vocab}, widths {options.width} and {options.teacher_width}, "
@@ -211,9 +183,8 @@ def main() -> None:
         f"{'':<16}{'products':>10}{'chunked':>10}{'x':>7}{'plain s':>9}"
         f"{'chunked MiB':>14}{'plain MiB':>12}{'x':>7}"
     )
-    arguments = sys.argv[1:]
     for objective in options.objectives:
-        print(measured(objective, options.rounds, arguments), flush=True)
+        print(measured(objective, options.rounds, sys.argv[1:]), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 Each line of the command's output comes with two numbers in MB: what is taken at that moment, and
 the peak so far. It is the sum over all processes of their proportional set size (PSS): pages that
-several processes share count once. The kernel's counter is read every 0.3 s. The last line also has
-the peak of the resident set of the largest process (VmHWM), which misses no moment.
+several processes share count once. The kernel's counter is read every 0.3 s.
 """
 
 import re
@@ -34,13 +33,13 @@ def processes_below(root: int) -> list[int]:
     return found
 
 
-def read_mb(process: int, name: str, field: str) -> float:
-    """Return a field in kB of a file of /proc, in MB; 0 for a process that has ended."""
+def pss_mb(process: int) -> float:
+    """Return a process's proportional set size in MB; 0 where it has ended."""
     try:
-        text = Path(f"/proc/{process}/{name}").read_text()
+        text = Path(f"/proc/{process}/smaps_rollup").read_text()
     except OSError:
         return 0.0
-    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     return int(match[1]) * 1024 / 1e6 if match else 0.0
 
 
@@ -49,18 +48,15 @@ class Meter:
 
     def __init__(self, root: int):
         self.root = root
-        self.now = self.peak = self.high_water = 0.0
+        self.now = self.peak = 0.0
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._watch)
         self.thread.start()
 
     def _watch(self) -> None:
         while not self.stop.wait(INTERVAL):
-            processes = processes_below(self.root)
-            self.now = sum(read_mb(process, "smaps_rollup", "Pss") for process in processes)
+            self.now = sum(map(pss_mb, processes_below(self.root)))
             self.peak = max(self.peak, self.now)
-            highest = max(read_mb(process, "status", "VmHWM") for process in processes)
-            self.high_water = max(self.high_water, highest)
 
 
 def main() -> int:
@@ -77,10 +73,7 @@ def main() -> int:
     status = command.wait()
     meter.stop.set()
     meter.thread.join()
-    print(
-        f"peak: {meter.peak:,.0f} MB of all processes (PSS), "
-        f"{meter.high_water:,.0f} MB of the largest one (VmHWM)"
-    )
+    print(f"peak: {meter.peak:,.0f} MB of all processes (PSS)")
     return status
 
 

@@ -5,36 +5,27 @@
 The input is one answer to one sample as vLLM writes it: 2,048 tokens, half of them outside the
 teacher's top K. The ways to read it:
 
-    K = 1, prime-rl's way  what prime-rl does with ``prompt_logprobs = 1`` (559b4477,
-                           utils/client.py:479): pydantic's validation of vLLM's GenerateResponse,
-                           and a loop over the rows
-    plain                  json and sorted rows, the reference of test_vllm_logprobs.py
-    unchecked              ours without the check of the values (``backends.answers``)
-    ours                   what runs
+    prime-rl's   what prime-rl does with ``prompt_logprobs = 1`` (559b4477, utils/client.py:479):
+                 pydantic's validation of vLLM's GenerateResponse, and a loop over the rows
+    unchecked    ours at K without the check of the values (``backends.answers``)
+    ours         what runs
 
 All take turns, so that other load on the machine affects all alike. Times are medians of the
-thread's CPU time, ratios are those of the medians. Aim: plain at least 4 times ours at K = 32.
+thread's CPU time, ratios are those of the medians.
 """
 
 import argparse
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel
 from pydantic.dataclasses import dataclass
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
-from prime_composer.contract import Scores
 from prime_composer.teachers.responses import read_json_response
-from prime_composer.upstream.orchestrator.client import IN_FLIGHT, whole_sequence
-from prime_composer.upstream.wire import pack, sent
-from tests.backends.test_vllm_logprobs import plain_parse
+from prime_composer.upstream.orchestrator.client import whole_sequence
 
 VOCAB = 151_936
 
@@ -87,32 +78,22 @@ def prime_rls(content: bytes) -> list[float]:
     return flat
 
 
-def unchecked(token_ids: list[int], content: bytes, k: int) -> Scores:
-    return top_k_of(token_ids, read_answer(content), k)
-
-
-def parse(token_ids: list[int], content: bytes, k: int) -> Scores:
-    return read_json_response(content, whole_sequence(token_ids), k, "The teacher")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--k", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=256, help="samples of a batch, for the totals")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     k = arguments.k
     one, many = make_answer(arguments.tokens, 1), make_answer(arguments.tokens, k)
     ways = {
-        "K = 1, prime-rl's way": (one[1], lambda: prime_rls(one[1])),
-        "K = 1, unchecked": (one[1], lambda: unchecked(*one, 1)),
-        "K = 1, ours": (one[1], lambda: parse(*one, 1)),
-        f"K = {k}, plain": (many[1], lambda: plain_parse(*many, k)),
-        f"K = {k}, unchecked": (many[1], lambda: unchecked(*many, k)),
-        f"K = {k}, ours": (many[1], lambda: parse(*many, k)),
+        "prime-rl's, K = 1": (one[1], lambda: prime_rls(one[1])),
+        f"unchecked, K = {k}": (many[1], lambda: top_k_of(many[0], read_answer(many[1]), k)),
+        f"ours, K = {k}": (
+            many[1],
+            lambda: read_json_response(many[1], whole_sequence(many[0]), k, "The teacher"),
+        ),
     }
-    base, plain, ours = "K = 1, prime-rl's way", f"K = {k}, plain", f"K = {k}, ours"
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(arguments.rounds + 1):
         for name, (_, way) in ways.items():
@@ -121,21 +102,11 @@ def main() -> None:
             if round_:  # the first round warms up
                 seconds[name].append(time.thread_time() - began)
     took = {name: statistics.median(values) for name, values in seconds.items()}
-    print(f"{arguments.tokens} tokens; a batch is {arguments.batch} of them")
-    print(f"{'':<24}{'JSON bytes':>12}{'ms':>9}{'x prime-rl':>12}{'s per batch':>13}")
+    base = next(iter(took.values()))
+    print(f"{arguments.tokens} tokens")
+    print(f"{'':<24}{'JSON bytes':>12}{'ms':>9}{'x prime-rl':>12}")
     for name, (content, _) in ways.items():
-        ratio, batch = took[name] / took[base], arguments.batch * took[name]
-        print(f"{name:<24}{len(content):>12,}{1000 * took[name]:>9.2f}{ratio:>12.1f}{batch:>13.2f}")
-    scores = parse(*many, k)
-    print(f"plain / ours at K = {k}: {took[plain] / took[ours]:.1f}x")
-    for size in (1, k):
-        ratio = took[f"K = {size}, ours"] / took[f"K = {size}, unchecked"]
-        print(f"the check at K = {size}: {100 * (ratio - 1):.1f}% of the rest")
-    answers = min(IN_FLIGHT, arguments.batch)
-    gigabytes = answers * len(many[1]) / 1e9
-    print(f"JSON in flight: {answers} answers, {gigabytes:.2f} GB")
-    payload = pack(sent(scores).scores)
-    print(f"on the wire to the trainer: {payload.nbytes:,} bytes a sample")
+        print(f"{name:<24}{len(content):>12,}{1000 * took[name]:>9.2f}{took[name] / base:>12.1f}")
 
 
 if __name__ == "__main__":

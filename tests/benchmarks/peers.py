@@ -1,64 +1,50 @@
 """Compare a run on one machine with what a user would take instead: TRL's ``DistillationTrainer``.
 
-    python -m tests.benchmarks.peers [--teacher DIR --student DIR] [--k full] [--rounds 2]
-    python -m tests.benchmarks.peers --set trainer.gradient_checkpointing=false --sides ours
+    python -m tests.benchmarks.peers --teacher DIR --student DIR [--dtype bfloat16] [--rounds 2]
 
-Both train on the same pair, prompts, lengths and number of steps, with the reverse KL, AdamW and
-gradient checkpointing. With ``--dtype bfloat16`` both keep the student's weights in float32 and
-compute its products in bfloat16 (TRL's default); our engines compute in it altogether. TRL compares
-whole vocabularies; ``--k`` says what ours does. Each side runs in a process of its own, in turns,
-so that other load meets both. Without a pair the models are random, of SmolLM2-135M's size, and
-read single bytes.
+Both train on the same pair, prompts, lengths and number of steps, with the reverse KL over the
+whole vocabulary, AdamW and gradient checkpointing. With ``--dtype bfloat16`` both keep the
+student's weights in float32 and compute its products in bfloat16 (TRL's default); our engines
+compute in it altogether. Each side runs in a process of its own, in turns, so that other load meets
+both.
 
 A row has the median step, without a process's first one: wall time and CPU time of all threads per
-trained token, the CPU time of the parts of our step, and the most memory that the process had, its
-imports included (resident set). "KL" is the steps' mean loss: both sides should agree. On a busy
-machine read the CPU time with ``--threads 1``: threads that wait for each other spin. Target: half
-of TRL's time, in no more memory.
+trained token, and the most memory that the process had, its imports included (resident set). "KL"
+is the steps' mean loss: both sides should agree. On a busy machine read the CPU time with
+``--threads 1``: threads that wait for each other spin. Target: half of TRL's time, in no more
+memory.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_composer.cli.machine import set_environment, usable_cores
 from prime_composer.problems.generated import generate_problems
+from tests.benchmarks.turns import peak_mib
 
 LR = 1e-4
 CONTEXT = 384
-PARTS = ("sample", "score", "train", "sync")
 
 
 @dataclass
 class Times:
-    """What one process measured, without its first step.
+    """What one process measured, without its first step."""
 
-    Attributes:
-        wall: seconds of each step.
-        cpu: CPU seconds of each step, of all threads.
-        tokens: trained tokens of each step.
-        kl: loss of each step per token.
-        parts: CPU seconds of the parts of each step, where the side has them.
-        peak: MB of the process.
-    """
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    peak: float = 0.0
+    wall: list[float] = field(default_factory=list)  # seconds of each step
+    cpu: list[float] = field(default_factory=list)  # CPU seconds of each step, of all threads
+    tokens: list[float] = field(default_factory=list)  # trained in each step
+    kl: list[float] = field(default_factory=list)  # loss of each step per token
+    peak: float = 0.0  # MB of the process
 
     def per_token(self, values: Sequence[float]) -> float:
         """Return the median of a step's milliseconds per trained token."""
@@ -74,7 +60,7 @@ class Steps:
         self.times = Times()
         self.last: tuple[float, float] | None = None
 
-    def end(self, tokens: float, kl: float, parts: dict[str, float]) -> None:
+    def end(self, tokens: float, kl: float) -> None:
         """Take a step's time, unless it is the first one."""
         now = time.perf_counter(), time.process_time()
         if self.last is not None:
@@ -82,37 +68,21 @@ class Steps:
             self.times.cpu.append(now[1] - self.last[1])
             self.times.tokens.append(tokens)
             self.times.kl.append(kl)
-            for name, seconds in parts.items():
-                self.times.parts.setdefault(name, []).append(seconds)
         self.last = now
 
 
 def train_ours(args: argparse.Namespace, folder: Path) -> Times:
     """Train as ``prime-rl rl`` does. The last step is not counted: it ends with an evaluation."""
     set_environment()
-    from prime_composer.local import run as run_module
-    from prime_composer.local.collect import Clock
     from prime_composer.local.sources import load_sources
     from prime_composer.local.train import train
     from prime_composer.recipe.loading import load_recipe
-
-    class CpuClock(Clock):
-        """Measures the CPU time of the phases as well, as metrics ``cpu/PHASE``."""
-
-        @contextmanager
-        def phase(self, name: str) -> Iterator[None]:
-            began = time.process_time()
-            with super().phase(name):
-                yield
-            self.laps[f"cpu/{name}"] = time.process_time() - began
-
-    run_module.Clock = CpuClock
 
     recipe_file = folder / "recipe.toml"
     recipe_file.write_text(f"""
 student.model = "{args.student}"
 teacher.model = "{args.teacher}"
-loss = {{ type = "topk_reverse_kl", k = {json.dumps(args.k)} }}
+loss = {{ type = "topk_reverse_kl", k = "full" }}
 rollout = {{ max_tokens = {args.tokens}, max_model_len = {CONTEXT} }}
 eval = {{ every = 0, size = 1, kl_size = 0 }}
 checkpoint.every = 0
@@ -138,9 +108,8 @@ gradient_checkpointing = true
 
         def step(self, step: int, metrics: dict[str, float]) -> None:
             if step < recipe.trainer.steps:
-                parts = {name: metrics[f"cpu/{name}"] for name in PARTS}
                 tokens = metrics["tokens_per_second"] * metrics["time/step"]
-                steps.end(tokens, metrics["loss"], parts)
+                steps.end(tokens, metrics["loss"])
 
     run_dir = folder / "run"
     run_dir.mkdir()
@@ -163,8 +132,8 @@ def train_trl(args: argparse.Namespace, folder: Path) -> Times:
     settings = DistillationConfig(
         str(folder / "trl"),
         max_steps=args.steps + 1,
-        per_device_train_batch_size=args.batch // args.accumulate,
-        gradient_accumulation_steps=args.accumulate,
+        per_device_train_batch_size=args.batch,
+        gradient_accumulation_steps=1,
         learning_rate=LR,
         max_completion_length=args.tokens,
         beta=1.0,  # reverse KL
@@ -184,7 +153,7 @@ def train_trl(args: argparse.Namespace, folder: Path) -> Times:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "loss" in logs:
                 tokens = logs["completions/mean_length"] * len(rows)
-                steps.end(tokens, float(logs["loss"]), {})
+                steps.end(tokens, float(logs["loss"]))
 
     trainer = DistillationTrainer(
         args.student,
@@ -220,8 +189,7 @@ def run(side: str, args: argparse.Namespace) -> Times:
         write_data(folder / "data", args.batch)
         variable = "PRIME_COMPOSER_THREADS" if side == "ours" else "OMP_NUM_THREADS"
         subprocess.run(
-            [sys.executable, "-m", "tests.benchmarks.peers", *sys.argv[1:]]
-            + ["--teacher", args.teacher, "--student", args.student, "--side", side, name],
+            [sys.executable, "-m", "tests.benchmarks.peers", *sys.argv[1:], "--side", side, name],
             stdout=sys.stderr,
             env=os.environ | {variable: str(args.threads)},
             check=True,
@@ -231,61 +199,46 @@ def run(side: str, args: argparse.Namespace) -> Times:
 
 def print_row(side: str, times: Times) -> None:
     """Print the numbers of one process."""
-    parts = "".join(f"  {name} {times.per_token(times.parts[name]):.1f}" for name in times.parts)
     wall, cpu = times.per_token(times.wall), times.per_token(times.cpu)
     print(
         f"{side:>5}{wall:15.1f}{cpu:14.1f}{statistics.median(times.wall):10.2f}"
         f"{statistics.median(times.tokens):9.0f}{statistics.mean(times.kl):8.3f}"
-        f"{times.peak:9,.0f}{parts}",
+        f"{times.peak:9,.0f}",
         flush=True,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--teacher")
-    parser.add_argument("--student")
-    parser.add_argument(
-        "--k", type=lambda text: text if text == "full" else int(text), default="full"
-    )
+    parser.add_argument("--teacher", required=True)
+    parser.add_argument("--student", required=True)
     parser.add_argument("--batch", type=int, default=12, help="answers of a step")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--accumulate", type=int, default=1, help="TRL's micro-batches of a step")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours, with padding")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
     parser.add_argument("--set", dest="overrides", action="append", default=[])
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side is not None:
         side, folder = args.side[0], Path(args.side[1])
         times = SIDES[side](args, folder)
-        times.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        times.peak = peak_mib() * 2**20 / 1e6
         (folder / "times.json").write_text(json.dumps(asdict(times)))
         return
-    with tempfile.TemporaryDirectory() as models:
-        if args.teacher is None:
-            from tests.benchmarks.environment import save_model
-
-            args.teacher = str(save_model(Path(models), "smollm2"))
-        args.student = args.student or args.teacher
-        compare(args)
+    compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
     """Run the sides in turns, and print their rows and the ratios of their medians."""
-    titles = "wall ms/token  CPU ms/token  s/step   tokens      KL  peak MB  parts, CPU ms/token"
-    print(f"      {titles}")
-    results: dict[str, list[Times]] = {side: [] for side in args.sides}
+    print("      wall ms/token  CPU ms/token  s/step   tokens      KL  peak MB")
+    results: dict[str, list[Times]] = {side: [] for side in SIDES}
     for turn in range(args.rounds):
-        for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
+        for side in [*SIDES] if turn % 2 == 0 else [*SIDES][::-1]:
             results[side].append(run(side, args))
             print_row(side, results[side][-1])
-    if len(results) < 2:
-        return
     values: dict[str, Callable[[Times], float]] = {
         "wall time": lambda times: times.per_token(times.wall),
         "CPU time": lambda times: times.per_token(times.cpu),

@@ -1,19 +1,13 @@
 """Measure what our losses cost inside prime-rl's trainer, against prime-rl's own distillation.
 
-    python -m tests.benchmarks.prime_rl_step CHECKOUT [--whole] [--k 32]
+    python -m tests.benchmarks.prime_rl_step CHECKOUT --vocab 32768 --rounds 3
 
-With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3
-of ``--layers`` layers: its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one
-rank over gloo), its micro-batches (packed by its prepare_batch, sent and received over its
-filesystem transport), its forward, its fused head, compute_loss, backward, clip_grad_norm_, AdamW
-and metrics. The numbers are prime-rl's own metrics of each step:
-
-    step     time/step: loading the batch, forward and backward, clipping, the optimizer, the
-             metrics' statistics
-    fwd/bwd  time/forward_backward: the same without loading and statistics
-    peak     perf/peak_memory: the most resident memory within the step
-    growth   peak, less what was resident when the first step began (the model, and everything
-             imported)
+prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3 of ``--layers``
+layers: its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one rank over gloo),
+its micro-batches (packed by its prepare_batch, sent and received over its filesystem transport),
+its forward, its fused head, compute_loss, backward, clip_grad_norm_, AdamW and metrics. The numbers
+are prime-rl's own metrics of each step: time/step (loading the batch, forward and backward,
+clipping, the optimizer, statistics) and perf/peak_memory (the most resident memory within it).
 
 Four things around it are replaced. The rig of tests/upstream stands in for the GPU. train.py's
 clock is the process's CPU time, which does not depend on other load. The CUDA memory counters read
@@ -21,17 +15,12 @@ clock is the process's CPU time, which does not depend on other load. The CUDA m
 checkpointing is off: it makes prime-rl's own step longer and so every ratio smaller. The adapter
 is switched on by its environment variable, as in a real run.
 
-Without ``--whole``, only prime-rl's output head, compute_loss and backward run: the part that the
-adapter changes.
-
 The variants:
 
-    prime-rl again  prime-rl's own OPD against itself (whole step: nothing of ours imported), which
-                    shows the noise
+    prime-rl again  prime-rl's own OPD against itself (nothing of ours imported): the noise
     sampled         the adapter on, sampled_reverse_kl
     topk            the adapter on, topk_reverse_kl with a tail bucket, K ids spread over the whole
                     vocabulary
-    topk naive      topk, but gathered by ``W[ids]`` under autograd
 
 Each is a new process in every one of ``--rounds`` rounds, in rotating order. Within a process,
 steps with the adapter and steps of prime-rl's own OPD (without hooks, and without a support in the
@@ -67,89 +56,66 @@ sys.path.insert(0, str(REPO))
 from prime_composer.contract import Scores  # noqa: E402
 from tests.prime_rl_checkout import extract, pythonpath  # noqa: E402
 
-VARIANTS = ("prime-rl again", "sampled", "topk", "topk naive")
+VARIANTS = ("prime-rl again", "sampled", "topk")
+K, TOKENS, MICRO_BATCHES = 32, 512, 2  # of a support, of a micro-batch, of a step
 MIB = 1 << 20
 
 
-def table_of(args):
+def table_of(variant):
     """Return the loss table of a variant, or None."""
-    if args.variant.startswith("prime-rl"):
-        return None
-    if args.variant.startswith("topk"):
-        return {"type": "topk_reverse_kl", "k": args.k}
-    return {"type": "sampled_reverse_kl", "dialect": "head"}
+    return {
+        "prime-rl again": None,
+        "sampled": {"type": "sampled_reverse_kl", "dialect": "head"},
+        "topk": {"type": "topk_reverse_kl", "k": K},
+    }[variant]
 
 
-def resident(field):
-    """Return VmRSS (now) or VmHWM (the most since ``forget_peak``) in bytes."""
+def peak():
+    """Return the most resident memory since the last step began, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
+        if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def forget_peak():
-    Path("/proc/self/clear_refs").write_text("5")
+    raise OSError("/proc/self/status has no VmHWM")
 
 
 def keep_freed_memory(keep):
     """Set glibc's allocator: keep freed memory, or return every tensor to the kernel when freed."""
     libc = ctypes.CDLL(None)
-    trim, pad, threshold, count = (
-        -1,
-        -2,
-        -3,
-        -4,
-    )  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX of malloc.h
+    # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX of malloc.h
+    trim, pad, threshold, count = -1, -2, -3, -4
     settings = {trim: -1, pad: 1 << 26, count: 0} if keep else {threshold: 1 << 16, trim: 1 << 17}
     assert all(libc.mallopt(name, value) for name, value in settings.items())
 
 
-def gather_naively():
-    """Replace the adapter's gather by the plain one, under autograd."""
-    from prime_composer.upstream.trainer import head
-
-    def naive(hidden, token, weight, rows, softcap=None):
-        z = (weight[rows.ids].float() * hidden[rows.index].float().unsqueeze(1)).sum(-1)
-        z = (z[:, :-1] - z[:, -1:]) * rows.inv_temperature.unsqueeze(1)
-        return z.new_zeros((hidden.shape[0], z.shape[1])).index_put((rows.index,), z)
-
-    head.folded = lambda weight, rows: (weight, None)
-    head.support_logits = naive
-
-
-def support(n, vocab, k, generator):
-    """Return [n, k] ids, distinct in a row and all over the vocabulary, and their log-probs."""
+def support(n, vocab, generator):
+    """Return [n, K] ids, distinct in a row and all over the vocabulary, and their log-probs."""
     import torch
 
     start = torch.randint(0, vocab, (n, 1), generator=generator)
-    stride = torch.randint(1, vocab // k, (n, 1), generator=generator)
-    ids = (start + stride * torch.arange(k)) % vocab
-    log_q = (
-        torch.randn(n, k, generator=generator).sort(descending=True).values.log_softmax(-1) - 0.1
-    )
-    return ids, log_q
+    stride = torch.randint(1, vocab // K, (n, 1), generator=generator)
+    ids = (start + stride * torch.arange(K)) % vocab
+    logits = torch.randn(n, K, generator=generator).sort(descending=True).values
+    return ids, logits.log_softmax(-1) - 0.1
 
 
 def samples(args, step, topk):
     """Return one step's rollouts as prime-rl's TrainingSamples.
 
-    They have four lengths that fill ``--seq-len``; a quarter of each is the prompt.
+    They have four lengths that fill a micro-batch; a quarter of each is the prompt.
     """
     import torch
     from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
 
     generator = torch.Generator().manual_seed(step // 2)  # a pair trains on the same tokens
-    whole = args.seq_len
     made = []
-    for n in (whole // 2, whole // 4, whole // 8, whole // 8 - 3) * args.micro_batches:
+    for n in (TOKENS // 2, TOKENS // 4, TOKENS // 8, TOKENS // 8 - 3) * MICRO_BATCHES:
         prompt = n // 4
         tokens = torch.randint(0, args.vocab, (n,), generator=generator).tolist()
         mu = (
             -torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(n, generator=generator)
         ).tolist()
         teacher = (-3 * torch.rand(n, generator=generator)).tolist()
-        ids, log_q = support(n, args.vocab, args.k, generator)
+        ids, log_q = support(n, args.vocab, generator)
         log_q[0] = float("nan")  # nothing scores the first token
         routed = None
         if topk:
@@ -182,10 +148,10 @@ def send(args, folder, first, schedule):
     from prime_rl.transports.rollouts import setup_micro_batch_sender
 
     transport = SimpleNamespace(type="filesystem")
-    common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
+    common = dict(seq_len=TOKENS, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
     sender = setup_micro_batch_sender(folder, 1, first, transport)
     for step, on in enumerate(schedule):
-        batch = samples(args, step, on and args.variant.startswith("topk"))
+        batch = samples(args, step, on and args.variant == "topk")
         sent = sender.send(prepare_batch(batch, **common))
         if sent is not None:
             asyncio.run(sent)
@@ -239,29 +205,28 @@ def plan(args):
 
 def in_pairs(columns, schedule):
     """Return (prime-rl's own, ours) of each pair: peaks of early steps, times of late ones."""
-    pairs = {}
-    for name, column in columns.items():
-        early = name in ("peak", "growth")
-        span = (
-            range(len(FIRST), len(FIRST + PEAKS), 2)
-            if early
-            else range(len(FIRST + PEAKS + SETTLE), len(schedule), 2)
-        )
-        pairs[name] = [(column[at + schedule[at]], column[at + 1 - schedule[at]]) for at in span]
-    return pairs
+    peaks, times = len(FIRST), len(FIRST + PEAKS + SETTLE)
+    spans = {
+        "peak": range(peaks, peaks + len(PEAKS), 2),
+        "step": range(times, len(schedule), 2),
+    }
+    return {
+        name: [
+            (columns[name][at + schedule[at]], columns[name][at + 1 - schedule[at]]) for at in span
+        ]
+        for name, span in spans.items()
+    }
 
 
-def whole(args):
+def measure(args):
     """Run prime-rl's train() in this process; return its metrics of each pair, as ``in_pairs``."""
     keep_freed_memory(False)
     import torch
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     schedule = plan(args)
-    table = table_of(args)
+    table = table_of(args.variant)
     switch = adapter(table)
-    if args.variant == "topk naive":
-        gather_naively()
     import prime_rl.trainer.rl.train as rl
     from prime_rl.configs.trainer import TrainerConfig
     from prime_rl.trainer.ckpt import Progress
@@ -273,31 +238,28 @@ def whole(args):
             keep_freed_memory(True)
         if len(began) < len(schedule):
             switch(schedule[len(began)])
-        began.append(resident("VmRSS"))
-        forget_peak()
+        began.append(True)
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
 
     torch.cuda.reset_peak_memory_stats = step_begins
-    torch.cuda.max_memory_reserved = lambda: resident("VmHWM")
+    torch.cuda.max_memory_reserved = peak
     folder = Path(os.environ["BENCH_FOLDER"])
     model = {
         "name": str(folder),
-        "seq_len": args.seq_len,
+        "seq_len": TOKENS,
         "ac": None,
         "ac_offloading": None,
         "compile": None,
         "optim_cpu_offload": False,
-        "fused_lm_head_token_chunk_size": args.chunk or "disabled",
+        "fused_lm_head_token_chunk_size": 8192,
         "attn": "flash_attention_2",
         "impl": "custom",
         "debug": {"random_init": True},
     }
-    loss = (
-        {}
-        if table is None
-        else {"loss": {"type": "custom", "import_path": "prime_composer.upstream.loss_fn"}}
-    )
-    if loss:
-        loss["loss"]["kwargs"] = table
+    loss = {}
+    if table is not None:
+        custom = {"type": "custom", "import_path": "prime_composer.upstream.loss_fn"}
+        loss = {"loss": {**custom, "kwargs": table}}
     config = TrainerConfig.model_validate(
         {"model": model, "output_dir": str(folder), "max_steps": len(schedule), **loss}
         | {"log": {"level": "warning"}, "rollout_transport": {"type": "filesystem"}}
@@ -324,12 +286,7 @@ def whole(args):
     rl.time = SimpleNamespace(perf_counter=time.process_time)
     send(args, folder, Progress().step, schedule)
     rl.train(config)
-    keys = {
-        "step": "time/step",
-        "fwd/bwd": "time/forward_backward",
-        "peak": "perf/peak_memory",
-        "norm": "optim/grad_norm",
-    }
+    keys = {"step": "time/step", "peak": "perf/peak_memory", "norm": "optim/grad_norm"}
     columns = {name: [row[key] for row in rows if key in row] for name, key in keys.items()}
     assert all(len(column) == len(schedule) for column in columns.values()), {
         k: len(v) for k, v in columns.items()
@@ -341,95 +298,6 @@ def whole(args):
         ]
         assert named == schedule, named
     columns["peak"] = [peak * 1024 for peak in columns["peak"]]
-    columns["growth"] = [peak - began[0] / MIB for peak in columns["peak"]]
-    del columns["norm"]
-    return in_pairs(columns, schedule)
-
-
-def head_only(args):
-    """Run prime-rl's output head, compute_loss and their backward; return what ``whole`` does."""
-    keep_freed_memory(False)
-    import torch
-
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    import prime_rl.trainer.models.layers.lm_head as head
-    import prime_rl.trainer.rl.loss as upstream
-
-    from prime_composer.upstream import wire
-    from prime_composer.upstream.trainer.adapter import trainer_adapter as the_adapter
-    from prime_composer.upstream.trainer.head import hook_head
-    from prime_composer.upstream.trainer.hooks import hook_loss
-
-    n, k, table, schedule = args.tokens, args.k, table_of(args), plan(args)
-    places = [(upstream, "compute_loss"), (upstream, "ref_kl_loss_fn")]
-    places.append((head.FusedOutputLinear, "forward"))
-    theirs = [getattr(owner, name) for owner, name in places]
-    if table is not None:
-        hook_loss(upstream)
-        hook_head(head)
-        the_adapter().register(table)
-    ours = [getattr(owner, name) for owner, name in places]
-    if args.variant == "topk naive":
-        gather_naively()
-    dtype = getattr(torch, args.dtype)
-    linear = head.FusedOutputLinear(args.hidden, args.vocab, args.chunk).to(dtype)
-    with torch.no_grad():
-        linear.weight.normal_(0, 0.05)
-    hidden = torch.randn(1, n, args.hidden, dtype=dtype).requires_grad_()
-    ids = torch.randint(0, args.vocab, (1, n))
-    top, log_q = support(n, args.vocab, k, None)
-    mask = torch.ones(1, n, dtype=torch.bool)
-    mask[0, : n // 4] = False
-    ref, mu, advantages = -torch.rand(n), -torch.rand(n), torch.ones(n)
-    packed = None
-    if args.variant.startswith("topk"):
-        packed = torch.from_numpy(wire.pack(Scores(log_q[:, 0], top, log_q)))[None]
-    batch = {
-        "input_ids": ids,
-        "loss_mask": mask,
-        "temperatures": torch.ones(1, n),
-        "routed_experts": packed,
-        "ref_kl_weights": mask.float(),
-        "rl_weights": None,
-    }
-    labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
-
-    def step(on):
-        linear.weight.grad = hidden.grad = None
-        for (owner, name), function in zip(places, ours if on else theirs, strict=True):
-            setattr(owner, name, function)
-        if on and table is not None:
-            the_adapter().begin(batch)
-        out = linear(hidden, labels, temperature=torch.ones(1, n))
-        logprobs = torch.cat([torch.zeros(1), out["logprobs"][0, :-1]])
-        loss, _ = upstream.compute_loss(
-            trainer_logprobs=[logprobs],
-            inference_logprobs=[mu],
-            advantages=[advantages],
-            loss_mask=[mask[0]],
-            ref_logprobs=[ref],
-            rl_weights=[torch.zeros(n)],
-            ce_weights=None,
-            ref_kl_weights=[mask[0].float()],
-            rl_loss_fn=None,
-            rl_scale=1,
-            ce_scale=1,
-            ref_kl_scale=int(mask.sum()),
-        )
-        loss.backward()
-
-    columns = {"step": [], "peak": [], "growth": []}
-    before = resident("VmRSS")
-    for number, on in enumerate(schedule):
-        if number == len(FIRST + PEAKS):
-            keep_freed_memory(True)
-        forget_peak()
-        start = time.process_time()
-        step(on)
-        columns["step"].append(time.process_time() - start)
-        columns["peak"].append(resident("VmHWM") / MIB)
-        columns["growth"].append((resident("VmHWM") - before) / MIB)
     return in_pairs(columns, schedule)
 
 
@@ -450,7 +318,7 @@ def model_config(args):
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": args.tied,
+        "tie_word_embeddings": False,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -467,52 +335,41 @@ def one_round(args, tree, variants, results):
         if not key.startswith(("PRIME_COMPOSER", "WANDB"))
     }
     env |= {"PYTHONPATH": pythonpath(tree, rig), "PRIME_CPU_RIG": "1", "TORCHDYNAMO_DISABLE": "1"}
-    env |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for variant in variants:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(model_config(args)))
             command = [args.python, __file__, *sys.argv[1:], "--variant", variant]
-            more = {"BENCH_FOLDER": folder, "MASTER_PORT": "0"}
-            done = subprocess.run(command, env=env | more, capture_output=True, text=True)
+            own = env | {"BENCH_FOLDER": folder}
+            done = subprocess.run(command, env=own, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{variant}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}")
         results[variant].append(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(args):
-    variants = [variant for variant in VARIANTS if args.only is None or variant in args.only]
-    results = {variant: [] for variant in variants}
+    results = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as folder:
         tree = extract(Path(args.checkout), "head", Path(folder))
         for number in range(args.rounds):
-            turn = number % len(variants)
-            one_round(args, tree, variants[turn:] + variants[:turn], results)
+            turn = number % len(VARIANTS)
+            one_round(args, tree, VARIANTS[turn:] + VARIANTS[:turn], results)
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
-    what = f"head and loss only, {args.tokens} tokens, {args.dtype}"
-    if args.whole:
-        tied = ", tied" * args.tied
-        batches = f"{args.micro_batches} x {args.seq_len} tokens"
-        what = f"whole step, {args.layers} layers{tied}, {batches}, bfloat16"
     print(
-        f"prime-rl, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, "
-        f"{args.threads} thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs"
+        f"prime-rl, vocabulary {args.vocab:,}, hidden {args.hidden:,}, {args.layers} layers, "
+        f"{MICRO_BATCHES} x {TOKENS} tokens, K {K}, bfloat16, one thread; CPU seconds, "
+        f"{args.rounds} rounds of {args.pairs} pairs"
     )
-    columns = ["step", "fwd/bwd", "peak", "growth"] if args.whole else ["step", "peak", "growth"]
-    print(" " * 15 + "".join(f"{name + ': prime-rl, ratio':>36}" for name in columns))
+    print(" " * 15 + "".join(f"{name + ': prime-rl, ratio':>36}" for name in ("step", "peak")))
     for variant, rounds in results.items():
         cells = []
-        for name in columns:
+        for name in ("step", "peak"):
             base = statistics.median(off for row in rounds for off, _ in row[name])
             ratio = statistics.median(on / off for row in rounds for off, on in row[name])
             each = [statistics.median(on / off for off, on in row[name]) for row in rounds]
-            shown = f"{base:.0f} MiB" if name in ("peak", "growth") else f"{base:.3f} s"
+            shown = f"{base:.0f} MiB" if name == "peak" else f"{base:.3f} s"
             cells.append(f"{shown} {ratio:.3f}x [{min(each):.3f}, {max(each):.3f}]")
         print(f"{variant:15}" + "".join(f"{cell:>36}" for cell in cells))
 
@@ -525,33 +382,14 @@ if __name__ == "__main__":
     parser.add_argument(
         "--python", default=sys.executable, help="the Python of the environment that can import it"
     )
-    parser.add_argument("--whole", action="store_true", help="prime-rl's whole trainer step")
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--k", type=int, default=32)
-    parser.add_argument(
-        "--chunk",
-        type=int,
-        default=8192,
-        help="tokens per chunk of the fused head; 0: the plain head",
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--pairs", type=int, default=4, help="timed pairs of steps per process, an even number"
-    )
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=4, help="timed pairs of steps, an even number")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=512, help="head only")
-    parser.add_argument("--dtype", default="bfloat16", help="head only")
-    parser.add_argument("--layers", type=int, default=4, help="whole step")
-    parser.add_argument("--seq-len", type=int, default=512, help="whole step")
-    parser.add_argument("--micro-batches", type=int, default=2, help="whole step")
-    parser.add_argument(
-        "--tied", action="store_true", help="whole step: one matrix for embedding and head"
-    )
-    parser.add_argument("--only", nargs="+", choices=VARIANTS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.variant:
-        print("\n" + json.dumps(whole(given) if given.whole else head_only(given)))
+        print("\n" + json.dumps(measure(given)))
     else:
         main(given)

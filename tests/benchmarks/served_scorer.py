@@ -8,8 +8,8 @@ runs on the other core. Each row is the best of its rounds. The model is a rando
 Targets: K = 32 at least 4x JSON's rate, K = 64 at least 7x; K = 64 at most 1.15x the time of K = 1;
 the API server at most 5 us per token; hidden states at least 0.8x the rate of K = 1.
 
-``--groups`` compares groups of 8 rollouts after one prompt, by a server with vLLM's prefix cache
-and one without: time, and the largest difference between their scores.
+``--groups`` compares the time of groups of 8 rollouts after one prompt, by a server with vLLM's
+prefix cache and one without.
 
 ``--heads`` compares float32 heads (``prime-rl teacher``'s own) with rounded ones, by two servers in
 turns: the time of each K, and the median of its ratios. It needs a half-precision ``--dtype``.
@@ -33,37 +33,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from prime_composer.backends.alignment import make_rollout  # noqa: E402
-from prime_composer.backends.hf_model import (  # noqa: E402
-    import_transformers,
-    without_progress_bars,
-)
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from tests.tiny_qwen import make_model  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
 
 Work = Callable[[list[Any]], object]
+Requests = Callable[[], list[list[Any]]]  # of one round: the rollouts of each
 
 
-def make_model(directory: Path, vocab: int, hidden: int, layers: int, dtype: str) -> None:
+def save_model(directory: Path, options: argparse.Namespace) -> None:
     """Save a random model with a tokenizer of numbered words."""
-    transformers = import_transformers()
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
-        num_key_value_heads=max(1, hidden // 128),
+    model = make_model(
+        True,
+        0,
+        options.layers,
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=2 * options.hidden,
+        num_attention_heads=max(1, options.hidden // 64),
+        num_key_value_heads=max(1, options.hidden // 128),
         head_dim=64,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
         initializer_range=0.1,
-        eos_token_id=1,
     )
-    with without_progress_bars():
-        model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, dtype))
-        model.save_pretrained(directory)
-    save_tokenizer(directory, vocab)
+    model.to(getattr(torch, options.dtype)).save_pretrained(directory)
+    save_tokenizer(directory, options.vocab)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -87,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "model"
-        make_model(directory, options.vocab, options.hidden, options.layers, options.dtype)
+        save_model(directory, options)
         words: list[Any] = ["--dtype", options.dtype, "--max-model-len", 2048]
         words += ["--kv-cache-memory-bytes", 2**29]
         with contextlib.ExitStack() as stack:
@@ -103,7 +97,8 @@ def main() -> None:
             other = TeacherProcess(directory, Path(name) / "other.log", *words)
             stack.enter_context(other)
             os.sched_setaffinity(0, cores[-1:])
-            (compare_heads if options.heads else compare_groups)(server, other, options)
+            scorers = ServerScorer(server.url), ServerScorer(other.url)
+            (compare_heads if options.heads else compare_groups)(scorers, options)
 
 
 def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
@@ -147,71 +142,69 @@ def compare(server: VllmProcess, options: argparse.Namespace) -> None:
     print(f"vocabulary {options.vocab}, d = {options.hidden}, {options.dtype}, {tokens} tokens")
     print(f"{'':<30}{'tokens/s':>10}{'us/token':>10}{'API us/token':>14}{'x JSON':>8}")
     for name, (seconds, used) in best.items():
-        json_seconds = best.get(name.replace("plugin", "JSON"), (float("nan"), 0))[0]
-        ratio = "" if name.startswith("JSON") or json_seconds != json_seconds else (
-            f"{json_seconds / seconds:.1f}"
-        )  # fmt: skip
+        by_json = best.get(name.replace("plugin", "JSON"))
+        ratio = f"{by_json[0] / seconds:.1f}" if by_json and "plugin" in name else ""
         print(
             f"{name:<30}{tokens / seconds:>10,.0f}{1e6 * seconds / tokens:>10.1f}"
             f"{1e6 * used / tokens:>14.2f}{ratio:>8}"
         )
 
 
-def compare_heads(server: VllmProcess, rounded: VllmProcess, options: argparse.Namespace) -> None:
-    """Print the time of each K with a float32 head and with a rounded one, in turns."""
-    scorers = ServerScorer(server.url), ServerScorer(rounded.url)
+Servers = tuple[ServerScorer, ServerScorer]
+
+
+def times_of(servers: Servers, rounds: int, k: int, requests: Requests) -> list[list[float]]:
+    """Return seconds of both servers for each round, in turns."""
+    times: list[list[float]] = []
+    for _ in range(rounds):
+        asked, own = requests(), []
+        for scorer in servers:
+            begin = time.perf_counter()
+            for rollouts in asked:
+                scorer.score(rollouts, k)
+            own.append(time.perf_counter() - begin)
+        times.append(own)
+    return times
+
+
+def compare_heads(servers: Servers, options: argparse.Namespace) -> None:
+    """Print the time of each K with a float32 head and with a rounded one."""
     seeds, tokens = itertools.count(), options.sequences * options.tokens
     print(f"vocabulary {options.vocab}, d = {options.hidden}, {options.dtype}, {tokens} tokens")
     print(f"{'':<10}{'float32 us':>12}{'rounded us':>12}{'ratio':>8}  per token, best of each")
     for k in options.ks:
-        times: list[list[float]] = []
-        for _ in range(options.rounds + 1):  # the first one warms
-            rollouts = sequences(options, 1, next(seeds))
-            times.append([])
-            for scorer in scorers:
-                begin = time.perf_counter()
-                scorer.score(rollouts, k)
-                times[-1].append(1e6 * (time.perf_counter() - begin) / tokens)
-        ratio = statistics.median(first / second for first, second in times[1:])
-        best = "".join(f"{min(each):>12.1f}" for each in zip(*times[1:], strict=True))
+        _, *times = times_of(  # the first one warms
+            servers, options.rounds + 1, k, lambda: [sequences(options, 1, next(seeds))]
+        )
+        ratio = statistics.median(first / second for first, second in times)
+        best = "".join(f"{1e6 * min(each) / tokens:>12.1f}" for each in zip(*times, strict=True))
         print(f"K = {k:<6}{best}{ratio:>8.2f}")
 
 
-def compare_groups(server: VllmProcess, without: VllmProcess, options: argparse.Namespace) -> None:
+def compare_groups(servers: Servers, options: argparse.Namespace) -> None:
     """Print the time of groups of 8 rollouts that share a long prompt, each prompt new."""
-    scorers = {"with the cache": ServerScorer(server.url), "without": ServerScorer(without.url)}
-    for scorer in scorers.values():
-        scorer.score(sequences(options, 1, 0)[:1], 1)  # warm
     generator = torch.Generator().manual_seed(1)
     prompt_tokens, completion = 1000, 128
 
     def random_ids(count: int) -> list[int]:
         return torch.randint(2, options.vocab, (count,), generator=generator).tolist()
 
+    def group() -> list[Any]:
+        prompt, sampled = random_ids(prompt_tokens), [-1.0] * completion
+        return [
+            make_rollout(prompt, random_ids(completion), sampled, "length", 0) for _ in range(8)
+        ]
+
     print(f"groups of 8 rollouts of {completion} tokens after a prompt of {prompt_tokens}")
-    for order in ("one after the other", "at once"):
-        seconds: dict[str, list[float]] = {name: [] for name in scorers}
-        apart = 0.0
-        for _ in range(options.rounds):
-            prompt = random_ids(prompt_tokens)
-            group = [
-                make_rollout(prompt, random_ids(completion), [-1.0] * completion, "length", 0)
-                for _ in range(8)
-            ]
-            parts = [group] if order == "at once" else [[one] for one in group]
-            found = {}
-            for name, scorer in scorers.items():
-                begin = time.perf_counter()
-                found[name] = [score for part in parts for score in scorer.score(part, 32)]
-                seconds[name].append(time.perf_counter() - begin)
-            for one, other in zip(*found.values(), strict=True):
-                for array in ("ref_logprobs", "teacher_logprobs"):
-                    difference = getattr(one, array) - getattr(other, array)
-                    apart = max(apart, float(difference.abs().max()))
-        best = {name: min(times) for name, times in seconds.items()}
-        times = ", ".join(f"{name} {value:.3f} s" for name, value in best.items())
-        ratio = best["without"] / best["with the cache"]
-        print(f"{order:<22}{times} ({ratio:.1f}x); scores at most {apart:.1e} apart")
+    orders: dict[str, Requests] = {
+        "one after the other": lambda: [[one] for one in group()],
+        "at once": lambda: [group()],
+    }
+    for order, requests in orders.items():
+        _, *times = times_of(servers, options.rounds + 1, 32, requests)
+        cached, without = (min(each) for each in zip(*times, strict=True))
+        print(f"{order:<22}with the cache {cached:.3f} s, without {without:.3f} s ", end="")
+        print(f"({without / cached:.1f}x)")
 
 
 if __name__ == "__main__":

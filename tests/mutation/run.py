@@ -1,6 +1,6 @@
 """Run the mutants: does a test fail on each of them?
 
-    python -m tests.mutation.run [NAME ...] [--jobs N] [--all-tests]
+    python -m tests.mutation.run [NAME ...] [--jobs N]
 
 Each mutant is a copy of package and tests with one mistake in one function. The tests that
 ``mutants.TESTS`` names for its file run until one fails. results.md, the table of killers and
@@ -44,18 +44,15 @@ def copy_with(name: str, target: Path) -> None:
     path.write_text(mutated(path.read_text(), mutant.function, mutant.edits))
 
 
-def killer(name: str, all_tests: bool = False) -> str | None:
+def killer(name: str) -> str | None:
     """Return the first test that fails on the mutant, or None."""
-    tests = TESTS[MUTANTS[name].file]
-    if all_tests:
-        tests = list(dict.fromkeys([*tests, *(test for some in TESTS.values() for test in some)]))
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch)
         copy_with(name, target)
         # The mutant's own package, not the installed one. No bytecode.
         environment = {**os.environ, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--no-header"]
-        command += ["-p", "no:cacheprovider", *tests]
+        command += ["-p", "no:cacheprovider", *TESTS[MUTANTS[name].file]]
         process = subprocess.run(
             command, cwd=target, env=environment, capture_output=True, text=True
         )
@@ -91,14 +88,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="mutants to run; all of them by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--all-tests", action="store_true", help="not only those of its file")
     args = parser.parse_args()
     names = args.names or list(MUTANTS)
     results = {name: result for name, result in read_results().items() if name in MUTANTS}
     survivors = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda name: killer(name, args.all_tests), names)
-        for name, test in zip(names, found, strict=True):
+        for name, test in zip(names, pool.map(killer, names), strict=True):
             results[name] = test or SURVIVED
             survivors += test is None and not MUTANTS[name].survives_because
             print(f"{name}: {results[name]}", flush=True)

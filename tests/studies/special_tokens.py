@@ -2,16 +2,12 @@
 
     python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--set KEY=VALUE ...]
 
-"mask" says what leaves the loss: nothing, the first end of text of an answer, or its repeated end.
-With "stops" nothing leaves it, and both ends are one outcome.
-"end" is the teacher's mean probability of the end of text where the student wrote it in the first
-step, "growth" and "loops" are `rollout/growth` and `rollout/repeated` of the last one, and "warned"
-is the step of the first warning by `LIMITS`.
+"mask" says what leaves the loss: nothing, or the end of text. With "stops" nothing leaves it, and
+both ends are one outcome. "cut off" is the share of answers that reach the budget.
 
 Student and teacher share a tokenizer and use it differently. The planted teacher gives the
 student's end-of-text token probability e^-20 everywhere, as a chat model does that ends its turns
-with another token. The rest of its distribution keeps its proportions. The planted teacher scores
-the student's training. The printed KL is measured against the true one.
+with another token. The rest of its distribution keeps its proportions.
 
 The other teacher ends by a token of its own, which has the true end's probability. What came out
 is in recipes/results.md and recipes/README.md.
@@ -22,6 +18,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
 from prime_composer.cli.machine import set_environment
@@ -31,12 +28,7 @@ set_environment()
 import torch  # noqa: E402
 
 from prime_composer.backends.hf_model import load_tokenizer  # noqa: E402
-from prime_composer.backends.protocols import (  # noqa: E402
-    Limits,
-    Rollout,
-    Sampler,
-    Scorer,
-)
+from prime_composer.backends.protocols import Limits, Rollout, Sampler, Scorer  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.local import opening  # noqa: E402
 from prime_composer.local.tracker import read_metrics  # noqa: E402
@@ -62,20 +54,12 @@ LOSSES = {
 MASKS = {
     "no": "",
     "end": f', special_tokens = {{strings = ["{END}"]}}',
-    "loops": ", repetition = {}",
     "stops": f', stops = {{texts = ["{END}", "{OTHER}"]}}',
 }
-"""What is left out of the loss: the end of text, or the repeated end of an answer; or what is one
-outcome."""
+"""What is left out of the loss, or what is one outcome."""
 
-ROWS = {
-    "true": ("no",),
-    "planted": ("no", "end", "loops"),
-    "other": ("no", "end", "stops"),
-}
+ROWS = {"planted": ("no", "end"), "other": ("no", "end", "stops")}
 """Teacher -> what is tried with it."""
-
-LIMITS = "checks.collapse={end = 0.01, truncated = 0.5, repeated = 0.25, steps = 3}"
 
 
 def plant(scores: Scores, sampled: torch.Tensor, token: int, k: int) -> Scores:
@@ -148,22 +132,17 @@ class PlantedScorer:
         self.inner.close()
 
 
-def run(
-    loss: str, teacher: str, seed: int, steps: int, more: Sequence[str] = ()
-) -> tuple[list[dict[str, float]], list[int]]:
-    """Return the records of one run, and the steps in which it warned of a collapse."""
+def run(loss: str, teacher: str, seed: int, steps: int, more: Sequence[str]) -> dict[str, float]:
+    """Return the last record of one run."""
     overrides = [
         *MODELS,
         f"loss={loss}",
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
         "rollout.backend=transformers",
-        LIMITS,
     ]
-    recipe = load_recipe(
-        RECIPE,
-        [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false", *more],
-    )
+    overrides += ["eval.every=0", "checkpoint.every=0", "logging.tensorboard=false"]
+    recipe = load_recipe(RECIPE, [*overrides, *more])
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
     true_scorer = opening.open_scorer
@@ -173,17 +152,11 @@ def run(
         end, other = tokenizer.convert_tokens_to_ids([END, OTHER])
         return PlantedScorer(true_scorer(spec, status), end, other if teacher == "other" else None)
 
-    opening.open_scorer = true_scorer if teacher == "true" else open_planted
+    opening.open_scorer = open_planted
     try:
         with tempfile.TemporaryDirectory() as folder:
-            display = Silent()
-            train(recipe, problems, paths, Path(folder), display)
-            warned = [
-                int(text.split("step ")[1].split(":")[0])
-                for text in display.texts
-                if "checks.collapse" in text
-            ]
-            return read_metrics(folder), warned
+            train(recipe, problems, paths, Path(folder), Silent())
+            return read_metrics(folder)[-1]
     finally:
         opening.open_scorer = true_scorer
 
@@ -194,36 +167,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
-    print(
-        f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} "
-        f"{'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
-    )
+    print(f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8}")
     for name, loss in LOSSES.items():
         for teacher, mask in ((one, mask) for one, masks in ROWS.items() for mask in masks):
             knobs = loss.replace("MASK", MASKS[mask])
             runs = [run(knobs, teacher, s, args.steps, args.overrides) for s in args.seeds]
-            print(f"{name:12} {teacher:8} {mask:5} {row(runs)}", flush=True)
-
-
-def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]]) -> str:
-    """Return the columns of one table row."""
-    every = [records for records, _ in runs]
-    ends = [records[-1] for records in every]
-    accuracy = [end["eval/accuracy"] for end in ends]
-    first = [min(warned) for _, warned in runs if warned]
-    return (
-        f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
-        f"{mean([end['eval/truncated'] for end in ends]):8.1%} "
-        f"{mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
-        f"{mean([records[1]['rollout/end_teacher'] for records in every]):8.1e} "
-        f"{mean([end['rollout/growth'] for end in ends]):6.2f} "
-        f"{mean([end['rollout/repeated'] for end in ends]):6.1%} "
-        f"{f'{min(first)} to {max(first)}' if first else '-':>7}"
-    )
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+            accuracy = [end["eval/accuracy"] for end in runs]
+            shown = f"{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})"
+            cut_off = mean([end["eval/truncated"] for end in runs])
+            print(f"{name:12} {teacher:8} {mask:5} {shown:>21} {cut_off:8.1%}", flush=True)
 
 
 if __name__ == "__main__":
