@@ -30,11 +30,9 @@ from tests.prime_rl_checkout import REPO
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,
-    export_table,
     export_two,
     load_rows_recipe,
     recipe,
-    shared,
     tables,
 )
 
@@ -54,6 +52,11 @@ def changed(changes):
         if section in raw:
             del raw[other]
     return parse_recipe(raw)
+
+
+def asked(by):
+    """Return two teachers whom one process asks."""
+    return {name: {**table, "asked_by": by} for name, table in TWO.items()}
 
 
 POLICY = {"teacher": {"policy": {"update": "live"}}}
@@ -87,6 +90,9 @@ REFUSED = {
                                    r"v0\.9 and v0_9 are one version: keep one"),
     "a version that is a value": ({"prime_rl": {"head": 3}}, "^prime_rl.head .*write a table"),
     "a table that is a value": ({"prime_rl": {"trainer": 3}}, "^prime_rl.trainer is a value"),
+    "who asks, of two words": (
+        {"teachers": {**asked("trainer"), "b": {**TWO["b"], "asked_by": "orchestrator"}}},
+        "asked_by is 'orchestrator' and 'trainer'"),
     "a loss that is a list": ({"prime_rl": {"head": {"trainer": {"loss": []}}}},
                               "^prime_rl.head.trainer.loss is a value"),
     **{f"a table for {name}": ({"prime_rl": {name: {"seq_len": 1}}},
@@ -127,6 +133,28 @@ MIX = {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5, "loss": {"type": "ipo"}}
 KEPT = {"head": False, "v0.9": False, "main": None}
 RENDERER = {"name": "default", "tool_parser": "qwen3"}
 NATIVE = {"orchestrator": {"batch_size": 99}, "head": {"seq_len": 1}}
+SOURCE, SOURCES = "orchestrator.train.source.0", "orchestrator.train.source.*"
+EVALUATED = "orchestrator.eval.source"
+AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+BY_ID = {"name": "rev", "ratio": 2.0, "env": {"taskset": {"id": "x"}, "agent": AGENT}}
+USES = {
+    "a": {"id": "x", "args": {"split": "train"}, "use": "train"},
+    "b": {"id": "x", "args": {"split": "test"}, "use": "eval"},
+    "c": {"id": "y", "prime_rl": {"group_size": 2}},
+    "sums": {"size": 40},
+}
+ROUTED = {
+    "rev": {"id": "x", "teacher": "a"},
+    "code": {"teacher": "b", "ratio": 2.0, "seed": 1},
+    "test": {"id": "x", "use": "eval", "teacher": "b"},
+}
+
+
+def header(**of_b):
+    """Return the header of a mixture of two teachers."""
+    return {HEADER: json.dumps([{**A, "weight": 0.25}, {**B, **of_b, "weight": 0.75}])}
+
+
 EXPORTED = {
     "a recipe": ({}, {
         "max_steps": 7, "seq_len": 256, "model.name": "a/student", "orchestrator.batch_size": 8,
@@ -181,6 +209,54 @@ EXPORTED = {
     "native settings": ({"prime_rl": NATIVE}, {
         "orchestrator.batch_size": 99, "seq_len": {"head": 1, "v0.9": 256, "main": 256},
         "head": None}),
+    "a mixture": ({"teachers": TWO}, {
+        f"{SHARED}.algo.teacher.headers": header(), f"{LOSS}.adapter": True}),
+    "a key of a mixture's": ({"teachers": {**TWO, "b": {**TWO["b"], "api_key_var": "B_KEY"}}}, {
+        f"{SHARED}.algo.teacher.headers": header(api_key_var="B_KEY"),
+        f"{SHARED}.algo.teacher.api_key_var": None}),
+    "teachers without a url": ({"teachers": {name: {"model": f"a/{name}"} for name in "ab"}}, {
+        f"{SHARED}.algo.teacher.headers": {HEADER: json.dumps([
+            {"url": f"http://localhost:800{i}/v1", "model": f"a/{name}", "weight": 0.5}
+            for i, name in enumerate("ab", 1)])}}),
+    "a teacher of each environment": (
+        {"teachers": TWO, "environments": ROUTED, "eval": {"every": 1}}, {
+            f"{SOURCES}.name": ["rev", "code"], f"{SOURCES}.ratio": [1.0, 2.0],
+            f"{SOURCES}.algo.teacher": [
+                {"name": one["model"], "base_url": one["url"]} for one in (A, B)],
+            f"{EVALUATED}.*.algo": [None] * 3, f"{SHARED}.algo": None, f"{LOSS}.adapter": None}),
+    "who asks": ({"teachers": asked("trainer")}, {f"{LOSS}.asked_by": "trainer"}),
+    "a tokenizer of its own": ({"teacher": {"tokenizer": "own"}}, {
+        f"{LOSS}.teacher_tokenizers": {"a/teacher": "a/teacher"}}),
+    "a prompt of its own": ({"teacher": {"prompt": {"chat_template": True, "system": "x"}}}, {
+        f"{LOSS}.teacher_prompts": {
+            "a/teacher": {"tokenizer": "a/teacher", "chat_template": True, "system": "x"}}}),
+    "arguments of a template": (
+        {"data": {"template_args": {"enable_thinking": False}},
+         "rollout": {"renderer": {"name": "qwen3"}}},
+        {"orchestrator.renderer": {"name": "qwen3", "enable_thinking": False}}),
+    "an environment by id": ({"environments": {"rev": {"id": "x", "args": {"size": 100}}}}, {
+        "orchestrator.train.source": [{
+            "name": "rev", "ratio": 1.0,
+            "env": {"taskset": {"id": "x", "size": 100}, "agent": AGENT}}]}),
+    "limits of a rollout": (
+        {"environments": {"rev": {"id": "x", "timeout": 60, "max_turns": 4}}},
+        {f"{SOURCE}.env.agent": {**AGENT, "max_turns": 4, "timeout": {"rollout": 60.0}}}),
+    "native settings of an environment": (
+        {"environments": {"rev": {"id": "x", "ratio": 2.0, "prime_rl": {
+            "group_size": 3, "v0_9": {"max_retries": 1}, "head": {"serve": {"max": 2}}}}}},
+        {SOURCE: {"head": {**BY_ID, "group_size": 3, "serve": {"max": 2}},
+                  "v0.9": {**BY_ID, "group_size": 3, "max_retries": 1},
+                  "main": {**BY_ID, "group_size": 3}}}),
+    "a native harness": (
+        {"environments": {"rev": {
+            "id": "x", "prime_rl": {"env": {"agent": {"harness": {"id": "bash"}}}}}}},
+        {f"{SOURCE}.env.agent": {**AGENT, "harness": {"id": "bash"}},
+         f"{SOURCE}.env.taskset": {"id": "x"}}),
+    "uses of environments": ({"environments": USES, "eval": {"every": 2, "size": 90}}, {
+        f"{SOURCES}.name": ["a", "c", "sums"], f"{EVALUATED}.*.name": ["b", "c", "sums"],
+        "orchestrator.eval.num_examples": {"head": 30, "v0.9": 30, "main": None},
+        "orchestrator.eval.select": {"head": None, "v0.9": None, "main": {"limit": 30}},
+        f"{EVALUATED}.1.group_size": 2, f"{EVALUATED}.0.env.taskset.split": "test"}),
     "the usual context": ({"rollout": {"max_model_len": None}}, {"seq_len": 2048}),
 }  # fmt: skip
 """Name -> changes of a recipe, and values in its export, maybe by version; None: no key."""
@@ -204,7 +280,13 @@ def test_export_writes_what_the_recipe_says(version, name):
 
 
 def value_at(table, path):
-    """Return the value at a dotted path of keys and indices, None where there is none."""
+    """Return the value at a dotted path of keys and indices, None where there is none.
+
+    ``*`` stands for all entries of a list.
+    """
+    before, each, rest = path.partition(".*.")
+    if each:
+        return [value_at(one, rest) for one in value_at(table, before)]
     for key in path.split("."):
         table = table[int(key)] if key.isdigit() else table.get(key) if table else None
     return table
@@ -253,8 +335,10 @@ HEAD_LINES = {
     f'pre_run_command = "uv pip install -e {REPO}"': (
         [{"prime_rl": {"slurm": {"job_name": "x"}}}],
         [{}]),
-    "Environments that have to be installed beside prime-rl:": (
+    "Environments that have to be installed beside prime-rl: x": (
         [{"environments": REV}], [{}, {"environments": {"a": {"id": "prime-composer-orders"}}}]),
+    "Environments that have to be installed beside prime-rl: x, y": (
+        [{"environments": USES}], [{"environments": REV}]),
 }  # fmt: skip
 """What the comment at the head of a file says -> recipes for which it does, and others."""
 
@@ -304,15 +388,6 @@ def test_export_for_an_unknown_version_says_what_to_do(name):
         parse_loss_table({"type": "sampled_reverse_kl", "dialect": name})
 
 
-def test_export_writes_who_asks_the_teachers():
-    teachers = {name: {**table, "asked_by": "trainer"} for name, table in TWO.items()}
-    table = export_two("head", teachers=teachers)
-    assert table["trainer"]["loss"]["kwargs"]["asked_by"] == "trainer"
-    teachers["a"]["asked_by"] = "orchestrator"
-    with pytest.raises(RecipeError, match="asked_by is 'orchestrator' and 'trainer'"):
-        export_two("head", teachers=teachers)
-
-
 def test_export_prepared_model_has_to_be_built_first():
     parsed = load_recipe(REPO / "recipes" / "gsm8k_opd.toml")
     with pytest.raises(RecipeError, match="prime-composer prepare") as caught:
@@ -321,51 +396,6 @@ def test_export_prepared_model_has_to_be_built_first():
     with pytest.raises(RecipeError, match=r"^\[teacher\.prepare\]:"):
         export_recipe(parsed, "head", {"student": "/s"})
     assert export_recipe(parsed, "head", MODELS).table["model"]["name"] == "/s"
-
-
-def test_export_mixture_is_in_the_teachers_header():
-    mixture = [{**A, "weight": 0.25}, {**B, "weight": 0.75}]
-    for version in VERSIONS:
-        table = export_two(version)
-        teacher = shared(table["orchestrator"], version)["algo"]["teacher"]
-        assert json.loads(teacher["headers"][HEADER]) == mixture
-        assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_each_server_has_its_own_api_key(version):
-    def teacher_of(orchestrator):
-        return shared(orchestrator, version)["algo"]["teacher"]
-
-    policy = {"backend": "server", "url": "http://policy:8000", "api_key_var": "POLICY_KEY"}
-    table = export_table(version, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)
-    client = table["orchestrator"]["model"]["client"]
-    assert teacher_of(table["orchestrator"])["api_key_var"] == "MATH_KEY"
-    assert client["api_key_var"] == "POLICY_KEY"
-    teachers = {"a": TWO["a"], "b": {**TWO["b"], "api_key_var": "B_KEY"}}
-    teacher = teacher_of(export_two(version, teachers=teachers)["orchestrator"])
-    assert json.loads(teacher["headers"][HEADER]) == [
-        {**A, "weight": 0.25},
-        {**B, "weight": 0.75, "api_key_var": "B_KEY"},
-    ]
-    assert "api_key_var" not in teacher  # prime-rl's default
-
-
-ROUTED = {"sums": {"teacher": "a"}, "code": {"teacher": "b", "ratio": 2.0, "seed": 1}}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_environment_has_its_own_teacher(version):
-    """prime-rl routes by itself: no adapter, no header."""
-    table = export_two(version, environments=ROUTED)
-    orchestrator = table["orchestrator"]
-    entries = {entry["name"]: entry for entry in orchestrator["train"]["source"]}
-    ratios = {name: entry["ratio"] for name, entry in entries.items()}
-    assert ratios == {"sums": 1.0, "code": 2.0}
-    assert "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
-    for name, expected in (("sums", A), ("code", B)):
-        teacher = entries[name]["algo"]["teacher"]
-        assert teacher == {"name": expected["model"], "base_url": expected["url"]}
 
 
 def test_export_rows_by_teacher_become_environments(tmp_path):
@@ -426,11 +456,39 @@ def test_load_split_rows_of_a_teacher(tmp_path):
     assert len(load_split(data, "train", None)) == by_teacher
 
 
-def test_export_teachers_without_url_get_consecutive_ports():
-    teachers = {name: {"model": f"a/{name}"} for name in ("a", "b")}
-    teacher = export_two("head", teachers=teachers)["orchestrator"]["algo"]["teacher"]
-    urls = [entry["url"] for entry in json.loads(teacher["headers"][HEADER])]
-    assert urls == ["http://localhost:8001/v1", "http://localhost:8002/v1"]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recipe_with_tools_names_its_environment(version):
+    """Training and test have a split each, and the student's server parses calls of tools."""
+    loaded = load_recipe(REPO / "recipes" / "agent_opd.toml")
+    table = export_recipe(loaded, version, MODELS).table
+    assert table["orchestrator"]["renderer"] == {"name": "default", "tool_parser": "qwen3"}
+    assert table["inference"] == {"vllm": {"tool_call_parser": "hermes"}}
+    train, test = (table["orchestrator"][part]["source"][0]["env"] for part in ("train", "eval"))
+    identity = {"id": "prime-composer-orders"}
+    assert (train["taskset"], test["taskset"]) == (identity, {**identity, "split": "test"})
+    assert train["agent"]["max_turns"] == test["agent"]["max_turns"] == 4
+
+
+CHECK = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] not in ("verifiers", "no_such_environment"), name
+sys.meta_path.insert(0, Refuse())
+from prime_composer.cli import main
+for words in (["check", sys.argv[1]], ["export", sys.argv[1], "--dialect", "head"]):
+    assert main(words) in (0, None), words
+"""
+
+
+def test_check_and_export_import_no_environment(torch_forks, tmp_path):
+    """Neither verifiers nor the environment's package is imported, or looked for."""
+    raw = {**tables(), "environments": {"rev": {"id": "no-such-environment"}}}
+    del raw["data"]
+    (tmp_path / "r.toml").write_text(tomli_w.dumps(raw))
+    done = torch_forks.run("-c", CHECK, tmp_path / "r.toml", cwd=REPO)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 'id = "no-such-environment"' in done.stdout
 
 
 @pytest.mark.parametrize("key", ["VLLM_API_KEY", "MY_KEY"])

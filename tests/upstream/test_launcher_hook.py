@@ -45,6 +45,8 @@ IN_FILE = {
     "a loss of rewards": (BOTH, {"k": 2, "rewards": "in_loss"}),
     "settings": ({**SAMPLED, "adapter": "true", "head_on": "cpu"},
                  {"k": 0, "teachers_mixed": True, "head_on": "cpu"}),
+    "tokenizers": ({**SAMPLED, "teacher_tokenizers": {"m3": "d"}},
+                   {"k": 0, "teacher_tokenizers": {"m3": "d"}}),
 }  # fmt: skip
 """What [trainer.loss.kwargs] has: a table, and what the launcher passes on beside the loss."""
 
@@ -55,7 +57,8 @@ def test_resolve_passes_the_loss_of_the_file_on(name):
     table, expected = IN_FILE[name]
     config = launcher_config(dict(table))
     launcher_hook.resolve_settings(config)
-    loss = {key: value for key, value in table.items() if key not in ("adapter", "head_on")}
+    own = {"adapter", "head_on", "teacher_tokenizers"}
+    loss = {key: value for key, value in table.items() if key not in own}
     assert AdapterSettings.from_env() == resolved(loss=loss, **expected)
     assert config.trainer.loss.kwargs == table
 

@@ -10,16 +10,13 @@ pytest.importorskip("numpy")
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
-from prime_composer.recipe.schema import RecipeError  # noqa: E402
 from prime_composer.upstream.orchestrator import messages  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
-from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.teachers.own import STUDENT, wrapped  # noqa: E402
 from tests.upstream import test_own_tokenizer as own  # noqa: E402
-from tests.upstream.export_recipes import VERSIONS, export_table  # noqa: E402
 
 switch = own.switch
 student = own.student
@@ -140,47 +137,3 @@ def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, s
     expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
     assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
     assert served[0].engine.asked[-1].start == len(student.encode("user>cab\nb"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"teacher_prompts": {"m": {"system": "x"}}}, "tokenizer"),
-        ({"teacher_prompts": {"m": {"tokenizer": "d", "sytem": "x"}}}, "sytem"),
-    ],
-)
-def test_prompts_that_are_none_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        AdapterSettings(loss=own.LOSS, **settings)
-
-
-def test_prompts_are_not_asked_by_the_trainer():
-    loss = own.parse_loss(own.LOSS)
-    prompts = {"m": {"tokenizer": "d", "system": "x"}}
-    with pytest.raises(ValueError, match="teacher_prompts.*asked_by"):
-        AdapterSettings(loss=own.LOSS, asked_by="trainer", teacher_prompts=prompts).derived(loss)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_names_the_teachers_prompt(version):
-    """Its tokenizer, and the keys that the recipe sets."""
-    prompt = {"chat_template": True, "system": "x"}
-    table = export_table(version, teacher={"model": "t", "prompt": prompt})
-    assert table["trainer"]["loss"]["kwargs"]["teacher_prompts"] == {
-        "t": {"tokenizer": "t", **prompt}
-    }
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_gives_template_args_to_a_named_renderer(version):
-    args = {"template_args": {"enable_thinking": False}}
-    named = {"renderer": {"name": "qwen3"}}
-    table = export_table(version, data=args, rollout=named)
-    assert table["orchestrator"]["renderer"] == {"name": "qwen3", "enable_thinking": False}
-
-
-def test_export_of_a_prompt_with_the_whole_vocabulary_is_refused():
-    """The trainer would ask, which has no messages."""
-    loss = {"type": "generalized_jsd", "k": "full", "normalization": "full"}
-    with pytest.raises(RecipeError, match='teacher.prompt.*k = "full"'):
-        export_table("head", teacher={"prompt": {"system": "x"}}, loss=loss)

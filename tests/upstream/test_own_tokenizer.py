@@ -15,9 +15,7 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
 from prime_composer.contract import InvalidAnswer, LossInputs, Scores  # noqa: E402
-from prime_composer.losses import parse_loss  # noqa: E402
 from prime_composer.losses.shared.modifiers import RepetitionMask  # noqa: E402
-from prime_composer.recipe.schema import RecipeError  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     NAME,
     SCORE_PATH,
@@ -26,8 +24,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
     ScoreResponse,
 )
 from prime_composer.teachers import own_tokenizer as teachers_own_tokenizer  # noqa: E402
-from prime_composer.upstream import launcher_hook, wire  # noqa: E402
-from prime_composer.upstream.export import export_recipe  # noqa: E402
+from prime_composer.upstream import wire  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
@@ -39,12 +36,9 @@ from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
-from tests.upstream.export_recipes import VERSIONS, recipe  # noqa: E402
-from tests.upstream.test_launcher_hook import launcher_config  # noqa: E402
 
 K = 4
 LOSS = {"type": "topk_reverse_kl", "k": K}
-BOTH = {"type": "compose", "distillation": {"teacher": {"weight": 0.5, "loss": LOSS}}}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -452,58 +446,11 @@ def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers)
         scored(served.url, conversation(student, "ab"))
 
 
-@pytest.mark.parametrize(
-    ("loss", "more", "needle"),
-    [
-        (LOSS, {"asked_by": "trainer"}, 'leave asked_by = "trainer"'),
-        (LOSS, {"teachers_mixed": True}, "missing from a mixture"),
-        (BOTH, {}, "reads rewards and a teacher"),
-    ],
-)
-def test_settings_refuse_what_has_no_messages_or_scores(loss, more, needle):
-    settings = AdapterSettings(loss=loss, teacher_tokenizers={"m3": "d"}, **more)
-    with pytest.raises(ValueError, match=needle):
-        settings.derived(parse_loss(loss))
-
-
 def test_scores_keep_the_mark_of_the_adapter(served, student):
     """An orchestrator without the adapter would ask for the student's ids; the trainer sees it."""
     trace = conversation(student, "ab")
     scored(served.url, trace)
     assert trace.sample.ref_logprobs[0] == wire.MARK
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_carries_the_tokenizers_of_teachers(version):
-    table = export_recipe(recipe(teacher={"tokenizer": "own"}), version).table
-    kwargs = table["trainer"]["loss"]["kwargs"]
-    assert kwargs["teacher_tokenizers"] == {"a/teacher": "a/teacher"}
-    settings = AdapterSettings.model_validate({"loss": kwargs})
-    assert settings.teacher_tokenizers == {"a/teacher": "a/teacher"}
-    assert "teacher_tokenizers" not in settings.loss
-
-
-@pytest.mark.parametrize(
-    ("changes", "needle"),
-    [
-        ({"teacher": {"asked_by": "trainer"}}, "no messages.* leave asked_by"),
-        ({"loss": {**LOSS, "rl_mix": {"kd": 0.5}}}, "reads rewards and a teacher"),
-    ],
-)
-def test_export_refuses_a_teacher_that_lacks_messages_or_scores(changes, needle):
-    teacher = {"tokenizer": "own"} | changes.pop("teacher", {})
-    with pytest.raises(RecipeError, match=needle):
-        export_recipe(recipe(teacher=teacher, **changes), "head")
-
-
-def test_launcher_names_the_students_tokenizer(monkeypatch):
-    monkeypatch.setenv("PRIME_COMPOSER", "1")
-    table = LOSS | {"teacher_tokenizers": {"m3": "d"}}
-    config = launcher_config(table)
-    launcher_hook.resolve_settings(config)
-    settings = AdapterSettings.from_env()
-    assert settings.teacher_tokenizers == {"m3": "d"}
-    assert settings.student_tokenizer == config.trainer.model.name
 
 
 def test_repetition_reads_what_no_teacher_scored():

@@ -57,6 +57,8 @@ ROWS = {
     "tokenizers, by the trainer": (
         TOP, {"asked_by": "trainer", "teacher_tokenizers": OWN}, {}, "tokenizer.*no messages.*leave"
     ),
+    "prompts, by the trainer": (
+        TOP, {"asked_by": "trainer", "teacher_prompts": PROMPTS}, {}, "teacher_prompts.*asked_by"),
     "prompts of states": (FULL, {"teacher_prompts": PROMPTS}, {}, 'teacher.prompt.*k = "full" out'),
     "a hint of states": (FULL, {}, source(algo={"type": "opsd"}), f"{SECOND} .*opsd.*a number k"),
     "hints by the trainer": (
