@@ -74,6 +74,11 @@ def test_doctor_is_right_on_every_commit_since_july(blobs, checkout, capsys):
     check(blobs, known)
 
 
+def test_commits_of_trees_are_full_hashes():
+    """A short one could name another commit one day."""
+    assert all(len(commit) == 40 for commit in TREES.values())
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_recorded_signatures_are_those_of_the_commit(blobs, tree):
     """`python -m tests.upstream.signatures` writes them again."""

@@ -30,6 +30,14 @@ def test_probe_contract_finds_each_contract(contract):
     assert probe_contract(fake_prime_rl.loss_module(contract)).name == contract
 
 
+def test_probe_contract_refuses_halves_of_two_contracts():
+    """The newer setup function with the older fields is no version that ever was."""
+    loss = fake_prime_rl.loss_module("v0.7")
+    loss.LossInputs = fake_prime_rl.LossInputsV06
+    with pytest.raises(UnknownSurface, match="setup_rl_loss_fn with LossInputs.*559b4477"):
+        probe_contract(loss)
+
+
 def config_class(**fields):
     """A class with pydantic's ``model_fields``: name -> annotation."""
     infos = {name: types.SimpleNamespace(annotation=kind) for name, kind in fields.items()}

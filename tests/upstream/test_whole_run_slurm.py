@@ -124,14 +124,6 @@ def job(trees, tmp_path):
 REINSTALLED = {"pre_run_command": "uv pip install PATH"}
 
 
-def test_whole_run_slurm_without_a_reinstall_is_refused(job):
-    """One line, no traceback, no script."""
-    done, scripts = job.render(PRIME_COMPOSER="1")
-    assert done.returncode == 1 and scripts == []
-    assert "[slurm]" in done.stderr and "pre_run_command" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_whole_run_slurm_ends_where_the_package_is_gone(job):
     """The command that should install it does not: the job ends before anything of it starts."""
     done, (script,) = job.render(REINSTALLED, PRIME_COMPOSER="1")

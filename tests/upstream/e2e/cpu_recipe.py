@@ -39,7 +39,6 @@ def native(
     lr=1e-2,
     replay=False,
     apart=False,
-    prompt=None,
     lora=False,
     batch=BATCH,
 ):
@@ -67,7 +66,6 @@ def native(
         lr: the learning rate.
         replay: the trainer uses the experts that the student's server has used.
         apart: the teacher has a tokenizer of its own.
-        prompt: what the teacher reads of its own, as in [teacher.prompt].
         lora: the student trains adapters alone.
         batch: rollouts per step.
         rl: adds an environment with prime-rl's own rl loss. Our loss is not in the file
@@ -94,8 +92,6 @@ def native(
         recipe["student"]["lora"] = {"rank": 8, "alpha": 32}
     if apart:
         recipe["teacher"]["tokenizer"] = "own"
-    if prompt is not None:
-        recipe["teacher"]["prompt"] = prompt
     if asked_by is not None:
         recipe["teacher"]["asked_by"] = asked_by
     model = {

@@ -108,33 +108,14 @@ class Server(Logged):
         self.port = self.inner = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.log = Path(log)
-        self.forks = forks
-        self.command = [HERE / "server.py", model, self.port, log, *options]
+        command = [HERE / "server.py", model, self.port, log, *options]
         self.output = open(self.log.with_suffix(".out"), "wb")  # noqa: SIM115
-        self.processes = []
-        self.process = self.start()
-
-    def start(self):
-        """Return a new process. A second one takes over when the first one is killed."""
-        env = without_adapter()
-        process = self.forks.start(*self.command, env=env, cwd=self.log.parent, output=self.output)
-        self.processes.append(process)
-        return process
-
-    def replace(self, standby):
-        """Kill the process; ``standby`` answers from then on."""
-        self.process.kill()
-        self.process.wait(10)
-        self.process = standby
-
-    def loaded(self):
-        """Return how many processes have loaded their model."""
-        return Path(self.output.name).read_text().count("loaded")
+        where = {"cwd": self.log.parent, "output": self.output}
+        self.process = forks.start(*command, env=without_adapter(), **where)
 
     def stop(self):
-        for process in self.processes:
-            process.terminate()
-            process.wait(10)
+        self.process.terminate()
+        self.process.wait(10)
         self.output.close()
 
 

@@ -3,9 +3,8 @@
 usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR] [STOPS.json]
 
 Imports nothing of this package. SEQUENCES is a list of [tokens, length of the prompt, {folder of a
-teacher: its weight}, and maybe the tokens of another prompt, which the teachers read]. In the place
-of the prompt's length there may be a list of the completion's places in several turns. Prints JSON,
-from the initial weights:
+teacher: its weight}]. In the place of the prompt's length there may be a list of the completion's
+places in several turns. Prints JSON, from the initial weights:
 
     tail_kl    reverse KL of student against teacher on the teacher's top-K plus one bucket for the
                rest: per sequence the mean over its completion tokens
@@ -65,19 +64,17 @@ def with_rest(p, head, stops):
 def compare(student, k, rows, dtype=torch.float64, stops=()):
     """Return ``tail_kl``, ``log_ratio`` and ``common_kl`` of models in ``dtype``, in float64."""
     p_all = probabilities(student, rows, dtype)
-    read = [[[*own[0], *tokens[prompt:]] if own else tokens] for tokens, prompt, _, *own in rows]
     q_all = {
-        folder: probabilities(folder, read, dtype)
-        for folder in {f for _, _, weights, *_ in rows for f in weights}
+        folder: probabilities(folder, rows, dtype)
+        for folder in {f for _, _, weights in rows for f in weights}
     }
     tail_kl, log_ratio, common_kl = [], [], []
-    for i, (tokens, prompt, weights, *own) in enumerate(rows):
-        later = len(own[0]) - prompt if own else 0
+    for i, (tokens, prompt, weights) in enumerate(rows):
         divergences, ratios, common = [], [], []
         for t in prompt if isinstance(prompt, list) else range(prompt, len(tokens)):
             p = p_all[i][t - 1]
             head, sampled_mass = mixed(
-                [(w, q_all[folder][i][t - 1 + later]) for folder, w in weights.items()],
+                [(w, q_all[folder][i][t - 1]) for folder, w in weights.items()],
                 k,
                 tokens[t],
             )

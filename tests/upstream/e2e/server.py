@@ -18,7 +18,6 @@ import shutil
 import string
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -273,19 +272,9 @@ def handler(engine, name, plugin):
     return Handler
 
 
-def listen(port, requests):
-    """Return the server. A second one on a port waits until the first one is gone."""
-    while True:
-        try:
-            return ThreadingHTTPServer(("127.0.0.1", port), requests)
-        except OSError:
-            time.sleep(0.02)
-
-
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
     switches = (f"--{name}" in sys.argv for name in ("words", "experts"))
     engine = Engine(path, log, *switches)
     requests = handler(engine, path, "--plugin" in sys.argv)
-    print("loaded", flush=True)
-    listen(int(port), requests).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", int(port)), requests).serve_forever()
