@@ -1,7 +1,6 @@
 """``prime-rl doctor`` on recorded signatures: which roads work, and what it prints."""
 
 import json
-import shutil
 import subprocess
 import sys
 import types
@@ -11,16 +10,11 @@ import pytest
 from prime_composer.cli.commands import build_parser, main
 from prime_composer.scoring import patches
 from prime_composer.upstream import launch, launcher_hook
-from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
-from prime_composer.upstream.versions.sources import source_texts
 from tests.parity.outcomes import tree_env
 from tests.prime_rl_checkout import OLD
-from tests.upstream.export_recipes import recipe
-from tests.upstream.in_prime_rl import environment_of
-from tests.upstream.make_venvs import python_of
 from tests.upstream.signatures import MAIN, TREES, recorded, stand_in
 
 LOSS = "prime_rl.trainer.rl.loss"
@@ -328,30 +322,3 @@ def test_doctor_offers_every_road():
         if "--road" in action.option_strings
     )
     assert list(action.choices) == EVERY
-
-
-def test_texts_of_a_stand_in_are_read_back(tmp_path):
-    """What the other tests take for a checkout is one."""
-    folder = write("head", tmp_path) / "src" / "prime_rl"
-    assert source_texts([folder]) == stand_in(recorded("head"))._texts
-
-
-@pytest.mark.upstream
-def test_doctor_ends_a_real_launcher_before_its_processes(trees, tmp_path):
-    """An unmodified launcher with another head, by its own command: nothing has been written."""
-    changed_tree = tmp_path / "tree"
-    shutil.copytree(trees("head"), changed_tree)
-    head = changed_tree / "src" / "prime_rl" / "trainer" / "models" / "layers" / "lm_head.py"
-    text = head.read_text()
-    head.write_text(text.replace("hidden_states: torch.Tensor,", "states: torch.Tensor,"))
-    env = environment_of("head", lambda version: changed_tree, tmp_path)
-    env["PRIME_COMPOSER"] = '{"loss": {"type": "topk_reverse_kl", "k": 4}}'
-    native = export_recipe(recipe(student={"model": "Qwen/Qwen3-0.6B"}), "head").text()
-    (tmp_path / "native.toml").write_text(native)
-    work = tmp_path / "work"
-    work.mkdir()
-    command = [str(python_of("head")), "-m", "prime_rl.entrypoints.rl", "@", "../native.toml"]
-    done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and list(work.iterdir()) == []
-    assert "lm_head:FusedOutputLinear.forward has no hidden_states; requires states" in done.stderr
-    assert "The five lines in [trainer.loss] do fit (losses, slot)" in done.stderr

@@ -24,9 +24,11 @@ from prime_composer.upstream.export.exporter import keys_not_carried
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.versions import records
+from prime_composer.upstream.versions.config_fields import importable_fields, probe_version
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
+from tests.upstream import stand_in_configs
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,
@@ -35,6 +37,7 @@ from tests.upstream.export_recipes import (
     recipe,
     tables,
 )
+from tests.upstream.stand_in_configs import KINDS
 
 MODELS = {"student": "/s", "teacher": "/t", "teachers.sums": "/a", "teachers.pairs": "/b"}
 A = {"url": "http://a:8001/v1", "model": "a/first"}
@@ -519,18 +522,23 @@ def test_to_toml_without_tomli_w_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ALL_RECIPES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_shipped_recipe_is_exported_or_refused(version, path):
-    """A refusal names --engine local as a way out, and nothing is half exported."""
-    loaded = load_recipe(path)
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_every_shipped_recipe_is_exported_or_refused(monkeypatch, kind, path):
+    """A refusal names --engine local as a way out, and later versions' classes take the file."""
+    loaded, version, how = load_recipe(path), "head", {}
     names = {teacher.table for teacher in Routing.of_recipe(loaded).teachers}
     models = dict.fromkeys(["student", *names], "/model")
+    if kind is not None:
+        root = stand_in_configs.put(monkeypatch, kind)
+        version, how = probe_version(), {"fields": importable_fields()}
     try:
-        export = export_recipe(loaded, version, models)
+        export = export_recipe(loaded, version, models, **how)
     except RecipeError as error:
         assert "--engine local" in str(error)
         return
     table = tomllib.loads(export.text())
+    if kind is not None:
+        root.model_validate(table)
     assert table == json.loads(json.dumps(export.table))
     assert table["trainer"]["loss"]["kwargs"]["type"] == loaded.loss.type
 

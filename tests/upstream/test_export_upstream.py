@@ -78,6 +78,7 @@ for words in commands:
     inference = config.inference if words[0] == "rl" else config
     arguments = inference.to_namespace()
     names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
+    names += ("tool_call_parser", "enable_auto_tool_choice")
     vllm = {key: getattr(arguments, key, None) for key in names}
     result.append({"config": config.model_dump(mode="json"), "vllm": vllm})
 """
@@ -207,31 +208,16 @@ def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path):
     assert [answer["vllm"]["max_logprobs"] for answer in answers] == [32, None]
 
 
-PARSERS = """
-import sys
-from prime_rl.configs.rl import RLConfig
-from prime_rl.utils.config import cli
-
-sys.argv = ["rl", "@", path]
-config = cli(RLConfig)
-inference = config.inference
-arguments = inference.to_namespace()
-names = ("tool_call_parser", "enable_auto_tool_choice")
-result = {key: getattr(arguments, key) for key in names}
-result["renderer"] = config.orchestrator.renderer.model_dump(include={"name", "tool_parser"})
-"""
-
-
 def test_prime_rl_parses_tool_calls_of_a_model_in_a_directory(prime_rl, tmp_path):
     """By the renderer in training, by its server in evaluation. A name would tell it neither."""
     models = {"student": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")}
     path = tmp_path / "run.toml"
     path.write_text(export_recipe(load_recipe(AGENT), "head", models).text())
-    assert prime_rl.run(PARSERS, path=str(path)) == {
-        "tool_call_parser": "hermes",
-        "enable_auto_tool_choice": True,
-        "renderer": {"name": "default", "tool_parser": "qwen3"},
-    }
+    (answer,) = prime_rl.run(READ, commands=[["rl", "@", str(path)]])
+    assert answer["vllm"]["tool_call_parser"] == "hermes"
+    assert answer["vllm"]["enable_auto_tool_choice"] is True
+    renderer = answer["config"]["orchestrator"]["renderer"]
+    assert (renderer["name"], renderer["tool_parser"]) == ("default", "qwen3")
 
 
 def test_prime_rl_reads_the_hint_and_what_keeps_zero_advantages(prime_rl, tmp_path):
@@ -274,30 +260,11 @@ def test_prime_rls_inference_takes_the_teachers_command(prime_rl):
     assert commands[0] == ["inference", *exported]
     answers = prime_rl.run(READ, commands=commands)
     expected = (("Qwen/Qwen3-8B", 0.9), ("Qwen/Qwen3-4B", 0.45))
+    usual = {"port": 8001, "dtype": "auto", "seed": 0, "max_logprobs": 32}
     for answer, (model, share) in zip(answers, expected, strict=True):
-        assert answer["vllm"] == {
-            "model": model,
-            "port": 8001,
-            "dtype": "auto",
-            "seed": 0,
-            "max_logprobs": 32,
-            "gpu_memory_utilization": share,
-        }
-
-
-HEAD_DTYPE = """
-import sys
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.utils.config import cli
-
-sys.argv = ["inference", "--vllm.model", "Qwen/Qwen3-0.6B"]
-result = getattr(cli(InferenceConfig), field)
-"""
-
-
-def test_prime_rls_inference_has_a_float32_head(prime_rl):
-    """The export's head says so."""
-    assert prime_rl.run(HEAD_DTYPE, field="enable_fp32_lm_head") is True
+        of_command = {**usual, "model": model, "gpu_memory_utilization": share}
+        assert of_command.items() <= answer["vllm"].items()
+        assert answer["config"]["enable_fp32_lm_head"] is True  # as the export's head says
 
 
 def test_gpus_in_the_qwen3_recipes_commands_add_up():

@@ -32,11 +32,11 @@ JSON = (
 )
 
 
-def packed(facts=FACTS, ids=IDS, own=OWN, version=VERSION, plugin=NAME, sequences=1):
+def packed(facts=FACTS, ids=IDS, own=OWN, top=LOGPROBS, version=VERSION, plugin=NAME, sequences=1):
     k = ids.shape[1]
     fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", k)]
     fields.append(Field("top_logprobs", "float32", k))
-    rows = SequenceRows(len(own), fields, own.tobytes() + ids.tobytes() + LOGPROBS[:, :k].tobytes())
+    rows = SequenceRows(len(own), fields, own.tobytes() + ids.tobytes() + top[:, :k].tobytes())
     return msgspec.msgpack.encode(ScoreResponse(plugin, version, facts, [rows] * sequences))
 
 
@@ -158,13 +158,8 @@ def numbers(own, fingerprint):
     """Return a response with one log-prob for every token of ``LONG``."""
     facts = msgspec.structs.replace(FACTS, fingerprint=fingerprint)
     size = len(LONG) - 1
-    fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", 1)]
-    fields.append(Field("top_logprobs", "float32", 1))
-    values = np.full(size, own, "<f4").tobytes()
-    data = values + np.zeros(size, "<i4").tobytes() + np.full(size, -0.1, "<f4").tobytes()
-    return msgspec.msgpack.encode(
-        ScoreResponse(NAME, VERSION, facts, [SequenceRows(size, fields, data)])
-    )
+    ids, top = np.zeros((size, 1), "<i4"), np.full((size, 1), -0.1, "<f4")
+    return packed(facts, ids, np.full(size, own, "<f4"), top)
 
 
 def test_teacher_of_another_start_is_asked_what_it_knows():

@@ -89,9 +89,12 @@ def test_environment_rewards_by_the_metric(case: str) -> None:
     """A mapping gives a reward its own name: prime-rl logs it."""
     settings, name = CASES[case]
     classes: dict[str, Any] = make_classes()
-    taskset = classes["ProblemTaskset"](classes["ProblemTasksetConfig"](**settings))
+    config = DataConfig(**settings)
+    written = data_settings(config)  # as the export does
+    assert DataConfig.model_validate(written) == config
+    taskset = classes["ProblemTaskset"](classes["ProblemTasksetConfig"](**written))
     task = taskset.load()[0]
-    train, _ = load_problems(DataConfig(**settings))
+    train, _ = load_problems(config)
     assert (task.data.question, task.data.answer) == (train[0].question, train[0].answer)
 
     def rewarded(text: str | None) -> Any:
@@ -101,13 +104,6 @@ def test_environment_rewards_by_the_metric(case: str) -> None:
     assert rewarded(task.data.answer) == named(1.0)
     assert rewarded(half(task.data.answer)) == named(half_right(settings, task.data.answer))
     assert rewarded(None) == named(0.0)
-
-
-def test_environment_settings_make_the_same_problems() -> None:
-    """What the export writes is read as the same table."""
-    for settings, _ in CASES.values():
-        config = DataConfig(**settings)
-        assert DataConfig.model_validate(data_settings(config)) == config
 
 
 def test_environment_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
