@@ -1,1 +1,1 @@
-"""Runs against a teacher that turns bad: a spoiling server, a killer, a comparer, a campaign."""
+"""Runs against a teacher that turns bad: a spoiling server, a killer, a comparer."""

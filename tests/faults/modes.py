@@ -1,12 +1,11 @@
 """How ``SpoilingServer`` spoils an answer: one name per way.
 
-``ROWS`` change rows of prompt_logprobs, ``ANSWERS`` a whole answer with scores, ``CHOICES`` any
-answer, ``SAMPLES`` one with rollouts, ``CARDS`` the list of models. ``BODIES`` replace the bytes of
-any answer, and ``CONNECTIONS`` are played by the server itself. ``MODELS`` are plausible numbers.
-``PACKED`` change an answer of the scoring plugin, and ``PACKED_BODIES`` its bytes.
-``stale`` is the answer to an earlier request, ``reload_ignored`` a server that takes no weights,
-``tokens_shifted`` another tokenizer. ``status_NNN`` answers with that status, and
-``status_NNN_after`` with the header Retry-After as well.
+``ROWS`` change rows of prompt_logprobs, ``ANSWERS`` a whole answer with scores, ``SAMPLES`` one
+with rollouts, ``CARDS`` the list of models. ``BODIES`` replace the bytes of any answer, and
+``CONNECTIONS`` are played by the server itself. ``MODELS`` are plausible numbers. ``PACKED`` change
+an answer of the scoring plugin, and ``PACKED_BODIES`` its bytes. ``reload_ignored`` is a server
+that takes no weights, ``tokens_shifted`` another tokenizer. ``status_NNN`` answers with that
+status, and ``status_NNN_after`` with the header Retry-After as well.
 """
 
 import json
@@ -18,10 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-Entry = dict[str, Any]
-Row = dict[str, Entry]
-RowMode = Callable[[Row, str, int], Any]
-"""(row, own token as its key, vocabulary size) -> the spoiled row."""
+Row = dict[str, dict[str, Any]]
+RowMode = Callable[[Row, int], Any]
+"""(row, vocabulary size) -> the spoiled row."""
 AnswerMode = Callable[[dict[str, Any]], Any]
 """Answer -> the spoiled answer; it may change the answer in place."""
 
@@ -36,55 +34,18 @@ def encode(answer: Any) -> bytes:
 
 def each(change: Callable[[float], Any]) -> RowMode:
     """Change the log-prob of every entry of a row."""
-
-    def spoil(row: Row, own: str, vocab_size: int) -> Row:
-        return {key: {**entry, "logprob": change(entry["logprob"])} for key, entry in row.items()}
-
-    return spoil
-
-
-def with_other_id(name: str) -> RowMode:
-    """Give the most probable entry beside the own token another id."""
-
-    def spoil(row: Row, own: str, vocab_size: int) -> Row:
-        others = (key for key in row if key != own)
-        best = min(others, key=lambda key: row[key]["rank"], default=None)
-        return {name if key == best else key: entry for key, entry in row.items()}
-
-    return spoil
-
-
-def without_last(row: Row, own: str, vocab_size: int) -> Row:
-    """Drop two entries of the top K, so that fewer than K are left with the own token too."""
-    others = sorted((key for key in row if key != own), key=lambda key: row[key]["rank"])
-    return {key: row[key] for key in row if key not in others[-2:]}
+    return lambda row, size: {
+        key: {**entry, "logprob": change(entry["logprob"])} for key, entry in row.items()
+    }
 
 
 ROWS: dict[str, RowMode] = {
     "positive_3": each(lambda value: value + 3),
     "positive_0.3": each(lambda value: value + 0.3),
     "bool": each(lambda value: True),
-    "null": each(lambda value: None),
-    "string": each(lambda value: str(value)),
-    "list_value": each(lambda value: [value]),
     "nan": each(lambda value: math.nan),
     "overflow": each(lambda value: RAW + "1e999"),
-    "own_missing": lambda row, own, size: {key: row[key] for key in row if key != own},
-    "alien_id": lambda row, own, size: row | {str(size + 7): {"logprob": -1e-4, "rank": 1}},
-    "id_float": with_other_id("5.5"),
-    "id_word": with_other_id("five"),
-    "id_2_70": with_other_id(str(2**70)),
-    "fewer_k": without_last,
-    "rank_string": lambda row, own, size: {
-        key: {**entry, "rank": str(entry["rank"])} for key, entry in row.items()
-    },
-    "rank_missing": lambda row, own, size: {
-        key: {"logprob": entry["logprob"]} for key, entry in row.items()
-    },
-    "null_row": lambda row, own, size: None,
-    "empty_row": lambda row, own, size: {},
-    "list_row": lambda row, own, size: [row],
-    "string_row": lambda row, own, size: "row",
+    "alien_id": lambda row, size: row | {str(size + 7): {"logprob": -1e-4, "rank": 1}},
 }
 """The checks of every value have tests of their own (``tests/backends/test_answers.py``)."""
 
@@ -100,107 +61,40 @@ def set_rows(change: Callable[[list[Any]], Any]) -> AnswerMode:
     return spoil
 
 
-def without_rows(answer: dict[str, Any]) -> dict[str, Any]:
-    """Drop the field prompt_logprobs."""
-    answer["choices"][0].pop("prompt_logprobs")
-    return answer
-
-
-def choices(change: Callable[[list[Any]], Any]) -> AnswerMode:
-    """Replace the choices of an answer."""
-
-    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
-        return answer | {"choices": change(answer["choices"])}
-
-    return spoil
+def two_choices(answer: dict[str, Any]) -> dict[str, Any]:
+    """Add a choice."""
+    found = answer["choices"]
+    return answer | {"choices": [*found, {**found[0], "index": len(found)}]}
 
 
 ANSWERS: dict[str, AnswerMode] = {
     "rows_swapped": set_rows(lambda rows: [None, *rows[2:], rows[1]]),
-    "rows_reversed": set_rows(lambda rows: [None, *rows[:0:-1]]),
     "rows_missing": set_rows(lambda rows: rows[:-1]),
-    "rows_extra": set_rows(lambda rows: [*rows, rows[-1]]),
-    "rows_null": set_rows(lambda rows: None),
-    "rows_empty": set_rows(lambda rows: []),
-    "rows_object": set_rows(lambda rows: {"0": rows}),
-    "no_rows": without_rows,
-    "rows_deep": set_rows(lambda rows: RAW + "[" * 100_000 + "]" * 100_000),
+    "two_choices": two_choices,
 }
 
-CHOICES: dict[str, AnswerMode] = {
-    "no_choices": lambda answer: {key: answer[key] for key in answer if key != "choices"},
-    "null_choices": choices(lambda found: None),
-    "zero_choices": choices(lambda found: []),
-    "two_choices": choices(lambda found: [*found, {**found[0], "index": len(found)}]),
-    "list_body": lambda answer: [answer],
-    "null_body": lambda answer: None,
-    "number_body": lambda answer: 7,
-    "string_body": lambda answer: "ok",
-    "empty_object": lambda answer: {},
-    "error_body": lambda answer: {"error": {"message": "CUDA error: out of memory", "code": 500}},
-}
-"""For both roads."""
 
-
-def mu(change: Callable[[list[float]], Any]) -> AnswerMode:
-    """Replace the log-probs of every rollout."""
+def samples(
+    ids: Callable[[list[int]], Any] = list, mu: Callable[[list[float]], Any] = list
+) -> AnswerMode:
+    """Replace token ids and log-probs of every rollout."""
 
     def spoil(answer: dict[str, Any]) -> dict[str, Any]:
         for choice in answer["choices"]:
-            logprobs = choice["logprobs"]
-            logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+            choice["token_ids"] = ids(choice["token_ids"])
+            choice["logprobs"]["token_logprobs"] = mu(choice["logprobs"]["token_logprobs"])
         return answer
 
     return spoil
-
-
-def ids(change: Callable[[list[int]], Any]) -> AnswerMode:
-    """Replace the token ids of every rollout."""
-
-    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
-        for choice in answer["choices"]:
-            choice["token_ids"] = change(choice["token_ids"])
-        return answer
-
-    return spoil
-
-
-def fields(**values: Any) -> AnswerMode:
-    """Set fields of every choice."""
-
-    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
-        for choice in answer["choices"]:
-            choice.update(values)
-        return answer
-
-    return spoil
-
-
-def too_many_tokens(answer: dict[str, Any]) -> dict[str, Any]:
-    """Make each rollout 50 tokens longer."""
-    for choice in answer["choices"]:
-        choice["token_ids"] += [choice["token_ids"][-1]] * 50
-        choice["logprobs"]["token_logprobs"] += [-1.0] * 50
-    return answer
 
 
 SAMPLES: dict[str, AnswerMode] = {
-    "mu_shifted": mu(lambda values: [value - 1 for value in values]),
-    "mu_null": mu(lambda values: [None] * len(values)),
-    "mu_bool": mu(lambda values: [True] * len(values)),
-    "mu_string": mu(lambda values: [str(value) for value in values]),
-    "mu_one_for_all": mu(lambda values: values[:1]),
-    "mu_none": mu(lambda values: None),
-    "no_logprobs": fields(logprobs=None),
-    "sampled_id_float": ids(lambda tokens: [5.5, *tokens[1:]]),
-    "sampled_id_bool": ids(lambda tokens: [True, *tokens[1:]]),
-    "sampled_id_string": ids(lambda tokens: ["5", *tokens[1:]]),
-    "sampled_id_null": ids(lambda tokens: [None, *tokens[1:]]),
-    "no_token_ids": fields(token_ids=None),
-    "too_many_tokens": too_many_tokens,
-    "finish_null": fields(finish_reason=None),
-    "one_choice_less": choices(lambda found: found[:-1]),
-    "same_index": fields(index=0),
+    "mu_shifted": samples(mu=lambda values: [value - 1 for value in values]),
+    "mu_one_for_all": samples(mu=lambda values: values[:1]),
+    "sampled_id_float": samples(ids=lambda tokens: [5.5, *tokens[1:]]),
+    "too_many_tokens": samples(
+        lambda tokens: tokens + tokens[-1:] * 50, lambda values: values + [-1.0] * 50
+    ),
 }
 
 CARDS: dict[str, AnswerMode] = {
@@ -311,7 +205,7 @@ PACKED_BODIES: dict[str, Callable[[bytes], bytes]] = {
     "packed_truncated": lambda content: content[: len(content) // 2],
 }
 
-WHOLE = ANSWERS | CHOICES | SAMPLES | CARDS | PACKED | PACKED_STATES
+WHOLE = ANSWERS | SAMPLES | CARDS | PACKED | PACKED_STATES
 """What changes a whole answer."""
 
 DEEP = 100_000
@@ -340,7 +234,7 @@ ROADS = ("scoring", "binary", "head", "sampling", "models", "reload", "tokenize"
 
 def road_of(mode: str) -> str | None:
     """Return the road that a mode spoils; None where it may spoil any."""
-    if mode in ROWS or mode in ANSWERS or mode in MODELS or mode == "stale":
+    if mode in ROWS or mode in ANSWERS or mode in MODELS:
         return "scoring"
     if mode in PACKED or mode in PACKED_STATES or mode in PACKED_BODIES:
         return "binary"
@@ -352,7 +246,7 @@ def road_of(mode: str) -> str | None:
         return "reload"
     if mode == "tokens_shifted":
         return "tokenize"
-    if mode in CHOICES or mode in BODIES or mode in CONNECTIONS:
+    if mode in BODIES or mode in CONNECTIONS:
         return None
     if re.fullmatch(r"status_\d{3}(_after)?", mode):
         return None

@@ -343,7 +343,6 @@ class SpoilingServer:
         self._spoilings: list[Spoiling] = []
         self._lock = threading.Lock()
         self._unseeded = 0
-        self._last_scores: Any = None
         self._seen: set[tuple[int, ...]] = set()
         self._server: ThreadingHTTPServer | None = None
         self._connections: set[socket.socket] = set()
@@ -461,12 +460,10 @@ class SpoilingServer:
         if mode in modes.ROWS:
             rows = answer["choices"][0]["prompt_logprobs"]
             for t in range(1, len(rows)) if claimed.row is None else [claimed.row]:
-                rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
+                rows[t] = modes.ROWS[mode](rows[t], self._right.vocab_size)
             return answer
         if mode in modes.WHOLE:
             return modes.WHOLE[mode](answer)
-        if mode == "stale":
-            return answer if self._last_scores is None else self._last_scores
         if mode == "tokens_shifted":
             return answer | {"tokens": [token + 1 for token in answer["tokens"]]}
         return answer
@@ -526,7 +523,7 @@ class SpoilingServer:
         k = body.get("prompt_logprobs")
         if k is not None:
             choices[0]["prompt_logprobs"] = self._scores(tokens, k, mode)
-        answer = {
+        return {
             "id": f"cmpl-{sum(self.requests.values())}",
             "object": "text_completion",
             "created": 1_760_000_000,
@@ -534,9 +531,6 @@ class SpoilingServer:
             "choices": choices,
             "usage": {"prompt_tokens": len(tokens)},
         }
-        if k is not None and mode != "stale":
-            self._last_scores = copy.deepcopy(answer)
-        return answer
 
     def _packed(self, body: Any, mode: str) -> Any:
         return {
