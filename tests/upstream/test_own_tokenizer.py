@@ -36,6 +36,7 @@ from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
+from tests.upstream.test_orchestrator import algorithm_of, client_module, hooked  # noqa: E402
 
 K = 4
 LOSS = {"type": "topk_reverse_kl", "k": K}
@@ -154,56 +155,43 @@ def conversation(student, *turns, said=None):
     return Trace(nodes)
 
 
+def assign_reference_logprobs(branch, values):
+    """Do what prime-rl does with the scores of a branch: keep those of sampled tokens."""
+    values = iter(values)
+    for node in branch.nodes:
+        own = [next(values) for _ in node.token_ids]
+        if any(node.mask):
+            pairs = zip(own, node.mask, strict=True)
+            node.reference_logprobs = [value for value, is_sampled in pairs if is_sampled]
+
+
 def opd(client):
     """Return prime-rl's algorithm over our hooks, for a rollout in an episode."""
-    module = types.ModuleType("prime_rl.orchestrator.algo.opd")
-    routing = types.ModuleType("prime_rl.orchestrator.algo.routing")
-    trajectories = types.ModuleType("prime_rl.orchestrator.trajectories")
-    trajectories.trace_to_samples = lambda trace: [sample_of(trace)]
-    hooks.hook_samples(trajectories)
-    clients = clients_module()
+    routing = hooked(
+        "orchestrator.algo.routing",
+        hooks.hook_routing,
+        assign_reference_logprobs=assign_reference_logprobs,
+    )
+    trajectories = hooked(
+        "orchestrator.trajectories",
+        hooks.hook_samples,
+        trace_to_samples=lambda trace: [sample_of(trace)],
+    )
+    clients = client_module()
 
-    def assign_reference_logprobs(branch, values):
-        values = iter(values)
-        for node in branch.nodes:
-            own = [next(values) for _ in node.token_ids]
-            if any(node.mask):
-                pairs = zip(own, node.mask, strict=True)
-                node.reference_logprobs = [value for value, is_sampled in pairs if is_sampled]
-
-    routing.assign_reference_logprobs = assign_reference_logprobs
-    hooks.hook_routing(routing)
-
-    class OPDAlgorithm:
-        async def score_group(self, episodes):
-            pass
-
-        async def score_episode(self, episode):
-            for trace in episode.traces:
-                for branch in trace.branches:
-                    ids = trace.asked or branch.token_ids
-                    scores = await clients.prefill_logprobs(client, "m3", ids)
-                    routing.assign_reference_logprobs(branch, scores)
-
-    module.OPDAlgorithm = OPDAlgorithm
-    hooks.hook_algorithm(module)
+    async def score_episode(traces):
+        for trace in traces:
+            for branch in trace.branches:
+                ids = trace.asked or branch.token_ids
+                scores = await clients.prefill_logprobs(client, "m3", ids)
+                routing.assign_reference_logprobs(branch, scores)
 
     async def score(trace):
-        await OPDAlgorithm().score_episode(types.SimpleNamespace(traces=[trace]))
+        episode = types.SimpleNamespace(traces=[trace])
+        await algorithm_of("OPDAlgorithm", score_episode).score_episode(episode)
         (trace.sample,) = trajectories.trace_to_samples(trace)
 
     return score
-
-
-def clients_module():
-    module = types.ModuleType("prime_rl.utils.client")
-
-    async def prefill_logprobs(openai, model, token_ids):
-        raise AssertionError("prime-rl asks by itself")
-
-    module.prefill_logprobs = prefill_logprobs
-    hooks.hook_client(module)
-    return module
 
 
 def scored(url, *rollouts):
@@ -234,6 +222,13 @@ def expected(served, student, *turns):
     return found
 
 
+def by_id(scores, row):
+    """Return the known log-probs of a row by token id."""
+    known = scores.all_known[row]
+    pairs = scores.token_ids[row][known], scores.teacher_logprobs[row][known]
+    return dict(zip(*(part.tolist() for part in pairs), strict=True))
+
+
 def check_turns(own, support, mask, turns):
     """Check log-probs and payload of a branch against the scores of its turns."""
     places, most = [at for at, is_sampled in enumerate(mask) if is_sampled], 0
@@ -242,18 +237,8 @@ def check_turns(own, support, mask, turns):
         here, places = places[: len(turn)], places[len(turn) :]
         assert [own[at] for at in here] == pytest.approx(turn.ref_logprobs.tolist(), abs=1e-4)
         for row, at in enumerate(here):
-            q = dict(
-                zip(
-                    turn.token_ids[row][turn.all_known[row]].tolist(),
-                    turn.teacher_logprobs[row][turn.all_known[row]].tolist(),
-                    strict=True,
-                )
-            )
-            known = support.all_known[at]
-            pairs = support.token_ids[at][known], support.teacher_logprobs[at][known]
-            assert dict(zip(*(part.tolist() for part in pairs), strict=True)) == pytest.approx(
-                q, abs=1e-4
-            )
+            q = by_id(turn, row)
+            assert by_id(support, at) == pytest.approx(q, abs=1e-4)
             most = max(most, len(q))
     others = [at for at, is_sampled in enumerate(mask) if not is_sampled]
     assert most == K and not places and not support.all_known[others].any()
@@ -308,14 +293,14 @@ def test_turn_that_the_teacher_would_write_otherwise_is_left_out(served, student
 
 def stamp(sample):
     """Do what prime-rl does with a sample of a distilling algorithm, over our hook."""
-    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
 
     def stamp_loss_routing(sample, action_loss_type):
         sample.rl_weights = [0.0] * len(sample.token_ids)
         sample.ref_kl_weights = [float(is_sampled) for is_sampled in sample.mask]
 
-    module.stamp_loss_routing = stamp_loss_routing
-    hooks.hook_stamps(module)
+    module = hooked(
+        "orchestrator.algo.routing", hooks.hook_stamps, stamp_loss_routing=stamp_loss_routing
+    )
     module.stamp_loss_routing(sample, "ref_kl")
 
 
@@ -395,7 +380,7 @@ def test_several_teachers_in_a_header_are_refused(served, student, frozen):
 
     async def ask():
         hooks.SCORING.set(hooks.Scoring(frozen, [conversation(student, "ab")]))
-        await clients_module().prefill_logprobs(client, "m3", [1, 2])
+        await client_module().prefill_logprobs(client, "m3", [1, 2])
 
     with pytest.raises(ValueError, match="^teacher_tokenizers: .* mixture: route each"):
         asyncio.run(ask())

@@ -7,6 +7,12 @@ import types
 import pytest
 
 from prime_composer.losses import parse_loss
+from prime_composer.upstream.versions.capabilities import (
+    GEMMA_FUSED_HEAD,
+    PREFILL,
+    SLOT,
+    take,
+)
 from prime_composer.upstream.versions.config_fields import probe_version
 from prime_composer.upstream.versions.records import (
     CONFIGS,
@@ -20,6 +26,7 @@ from prime_composer.upstream.versions.records import (
 from tests.prime_rl_checkout import CONTRACTS, REPO
 from tests.upstream import fake_prime_rl
 
+GEMMA = "trainer.models.layers.lm_head_gemma"
 RL = {"type": "default"}
 SAMPLED = {"type": "sampled_reverse_kl", "dialect": "v0_7"}
 BOTH = {**SAMPLED, "rl_mix": {"kd": 0.5}}
@@ -36,6 +43,14 @@ def test_probe_contract_refuses_halves_of_two_contracts():
     loss.LossInputs = fake_prime_rl.LossInputsV06
     with pytest.raises(UnknownSurface, match="setup_rl_loss_fn with LossInputs.*559b4477"):
         probe_contract(loss)
+
+
+def test_name_that_moved_leaves_its_old_module_alone():
+    """Another module may have it, or nothing is lost without it; else the hook refuses."""
+    for capability, name in ((PREFILL, "utils.client"), (GEMMA_FUSED_HEAD, GEMMA)):
+        assert take(capability, types.ModuleType(f"prime_rl.{name}")) is None
+    with pytest.raises(UnknownSurface, match="distillation slot: there is no"):
+        take(SLOT, types.ModuleType("prime_rl.trainer.rl.loss"))
 
 
 def config_class(**fields):

@@ -45,29 +45,15 @@ def native(
     """Return head's native TOML: a tiny student and teacher, eight sums, three steps.
 
     Args:
-        student: URL of its server.
-        teacher: URL of its server.
-        models: folder of the models.
-        loss: loss table of the recipe.
-        ranks: trainer processes.
-        fused: use prime-rl's fused output head.
-        seq_len: longest sequence.
-        steps: optimizer steps.
         hint: the policy is its own teacher, with this hint.
         other: URL of a second teacher. The environments are then the recipe's own "one" and "more",
             each with its own mixture of the two.
         resume: False keeps a checkpoint of each step, True also resumes from the newest one.
-        group_size: rollouts of one prompt.
-        taskset: the taskset.
         asked_by: who asks the teacher; None: what follows from the loss.
         environments: tables of the recipe's [environments], in the place of the sums.
         rollout: more keys of the recipe's [rollout]. A renderer there is used in the place of
             Qwen3's.
-        lr: the learning rate.
         replay: the trainer uses the experts that the student's server has used.
-        apart: the teacher has a tokenizer of its own.
-        lora: the student trains adapters alone.
-        batch: rollouts per step.
         rl: adds an environment with prime-rl's own rl loss. Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -160,14 +146,7 @@ def native(
 
 
 def five_lines(student, teacher, models, loss):
-    """Return v0.6's native TOML: the same models, sums and steps, with our loss in [trainer.loss].
-
-    Args:
-        student: URL of its server.
-        teacher: URL of its server.
-        models: folder of the models.
-        loss: loss table.
-    """
+    """Return v0.6's native TOML: the same models, sums and steps; [trainer.loss] has ours."""
     table = {
         "max_steps": STEPS,
         "seq_len": 128,
