@@ -44,17 +44,9 @@ def packed_inputs(
 ) -> LossInputs:
     """Return all inputs that a loss may read, random, for a pack of four sequences.
 
-    In ``hidden_states`` the heads are identities, so that hidden states are logits.
-
-    Every tensor that may carry a gradient is a leaf with one.
-
-    Args:
-        config: decides the size of the support, and whether there are preference pairs.
-        seq: tokens of the pack.
-        seed: of all numbers.
-        dtype: of all floating point tensors.
-        first_segment: id of the first sequence.
-        mask: the loss mask, about three quarters of the tokens by default.
+    In ``hidden_states`` the heads are identities, so that hidden states are logits. Every tensor
+    that may carry a gradient is a leaf with one. The mask has three quarters of the tokens by
+    default.
     """
     g = torch.Generator().manual_seed(seed)
     size = config.support_size

@@ -31,14 +31,9 @@ def make_tokenizer(
 ) -> Any:
     """Return a tokenizer of bytes, whose special tokens have the first ids.
 
-    Args:
-        template: its chat template.
-        eos: its end of text.
-        special: its special tokens.
-        plain: tokens that are added, and not special.
-        metaspace: write a space in front of a text, and none in front of what follows a special
-            token, as sentencepiece's tokenizers do.
-        ends_prompts: write the end behind each text (``add_eos_token``).
+    ``plain`` tokens are added, and not special. With ``metaspace`` a space is in front of a text,
+    and none in front of what follows a special token, as in sentencepiece's tokenizers. With
+    ``ends_prompts`` the end is behind each text (``add_eos_token``).
     """
     import tokenizers as library
 

@@ -70,13 +70,7 @@ def new_process(
 
 
 class Fork:
-    """A process that a server started, with the methods of ``subprocess.Popen``.
-
-    Attributes:
-        args: its words.
-        pid: its process id.
-        returncode: exit status, -n for the signal n; None while it runs.
-    """
+    """A process that a server started, with methods and attributes of ``subprocess.Popen``."""
 
     def __init__(self, args: list[str], status: int, out: IO[bytes], err: IO[bytes]):
         self.args = args
@@ -127,12 +121,7 @@ class Fork:
 
 
 class ForkServer:
-    """A process that imports modules, and forks when it is asked to.
-
-    Args:
-        modules: what it imports.
-        parent: a server to fork it from, whose modules it has as well.
-        python: the interpreter, where there is no parent.
+    """A process that imports modules, those of its parent as well, and forks when it is asked to.
 
     It starts at once, imports in the background, and ends with ``close`` or with the process that
     made it.
@@ -186,15 +175,10 @@ class ForkServer:
         stdin: socket.socket | None = None,
         output: IO[bytes] | None = None,
     ) -> Fork:
-        """Start what ``python WORDS`` would start.
+        """Start what ``python WORDS`` would: ``-m MODULE``, ``-c CODE`` or ``SCRIPT.py``.
 
-        Args:
-            words: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT.py ...``.
-            cwd: its working directory; None: this process's.
-            env: its environment; None: this process's.
-            stdin: its standard input; None: an empty one.
-            output: where its standard output and its standard error go; None: ``communicate``
-                returns them.
+        Directory and environment are this process's by default, and standard input is empty.
+        Without ``output`` what it writes is what ``communicate`` returns.
         """
         env = dict(os.environ if env is None else env)
         changed = self._read_once(env).items() ^ self._read_once(self._env).items()
@@ -218,11 +202,7 @@ class ForkServer:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python WORDS`` to its end.
-
-        Raises:
-            subprocess.TimeoutExpired: it was not over in time, and was killed.
-        """
+        """Run ``python WORDS`` to its end, or kill it when its time is over."""
         process = self.start(*words, cwd=cwd, env=env)
         try:
             out, err = process.communicate(MOST_SECONDS)

@@ -5,12 +5,12 @@ import datetime
 import math
 import random
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 MEGABYTES = 300
@@ -43,6 +43,18 @@ def bounded_memory() -> Iterator[None]:
     assert added < MEGABYTES
 
 
+def survives(examples: int, check: Callable[..., object], *drawn: st.SearchStrategy[Any]) -> None:
+    """Call ``check`` with what is drawn, within the bounds of time and memory."""
+
+    @bounded(examples)
+    @given(st.tuples(*drawn))
+    def damage(values: tuple[Any, ...]) -> None:
+        check(*values)
+
+    with bounded_memory():
+        damage()
+
+
 ODD_NUMBERS = (
     0, 1, -1, 2, 0.5, -0.0, math.nan, math.inf, -math.inf, 1e-300, 1e300, -1e300, 10**11, 2**31,
     2**63 - 1, -(2**63), 260, 100_001,
@@ -70,12 +82,8 @@ ODD: st.SearchStrategy[Any] = st.recursive(
 def damaged(tree: Any, values: list[Any], seed: int) -> Any:
     """Return a copy of nested dictionaries and lists with some values replaced, added or removed.
 
-    A key may also get the name of another one, which a table of names takes for a name.
-
-    Args:
-        tree: the right value.
-        values: one is put somewhere per change.
-        seed: decides where.
+    A key may also get the name of another one, which a table of names takes for a name. One of the
+    values is put somewhere per change.
     """
     chance = random.Random(seed)
     tree = copy.deepcopy(tree)
@@ -97,12 +105,16 @@ def damaged(tree: Any, values: list[Any], seed: int) -> Any:
     return tree
 
 
+def odd_values(tree: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy: the tree with one to three values that hardly any key means."""
+    values = st.lists(ODD, min_size=1, max_size=3)
+    return st.builds(lambda some, seed: damaged(tree, some, seed), values, st.integers(0, 10**6))
+
+
 def damaged_bytes(content: bytes, pieces: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """Return a strategy: the content with up to 20 bytes replaced by one piece, often repeated.
 
-    Args:
-        content: the right value.
-        pieces: what is put in, besides random bytes.
+    A piece is one of ``pieces``, or random bytes.
     """
     return st.builds(
         lambda start, length, piece, times: (

@@ -25,17 +25,11 @@ NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.
 
 @dataclass(frozen=True)
 class Function:
-    """A function and its size.
+    """A function and its size."""
 
-    Attributes:
-        name: module and qualified name.
-        body: lines from the first statement after the docstring to the last.
-        nesting: deepest block, 0 for none. An ``elif`` is no deeper than its ``if``.
-    """
-
-    name: str
-    body: int
-    nesting: int
+    name: str  # module and qualified name
+    body: int  # lines from the first statement after the docstring to the last
+    nesting: int  # deepest block, 0 for none. An ``elif`` is no deeper than its ``if``
 
 
 def sources() -> Iterator[Path]:
@@ -105,19 +99,6 @@ def lower() -> None:
     BUDGETS.write_text("\n\n".join(blocks) + "\n")
 
 
-def comparisons_of_backends() -> list[str]:
-    """Return the places outside the registry that compare a backend with a name."""
-    return [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sources()
-        if path.parent.name != "samplers" or path.name != "registry.py"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Compare)
-        and ast.unparse(node.left).rpartition(".")[2] == "backend"
-        and any(isinstance(part, ast.Constant) and part.value for part in node.comparators)
-    ]
-
-
 def containers_of_scores() -> list[str]:
     """Return the classes with a field for a teacher's log-probs of a support."""
     return [
@@ -161,7 +142,6 @@ def main() -> None:
     print("longest bodies:", [(f.name, f.body) for f in sorted(each, key=lambda f: -f.body)[:6]])
     print("deepest:", [(f.name, f.nesting) for f in sorted(each, key=lambda f: -f.nesting)[:6]])
     print("containers of a teacher's scores:", containers_of_scores())
-    print("backends compared with a name:", comparisons_of_backends())
 
 
 if __name__ == "__main__":

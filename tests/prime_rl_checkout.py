@@ -54,12 +54,7 @@ def cache_dir() -> Path:
 
 
 def find_checkout(option: str | None = None) -> Path | None:
-    """Return the checkout's directory, or None.
-
-    Raises:
-        FileNotFoundError: the named place is no checkout, or PRIME_COMPOSER_REQUIRE_UPSTREAM=1 and
-            there is none.
-    """
+    """Return the checkout's directory; None without one, where it is neither named nor required."""
     named = option or os.environ.get("PRIME_RL_CHECKOUT")
     place = Path(named) if named else cache_dir() / "prime-rl"
     if (place / ".git").exists():
@@ -73,11 +68,7 @@ def find_checkout(option: str | None = None) -> Path | None:
 
 
 def commit_of(checkout: Path, version: str) -> str:
-    """Return the full hash of a version, or of one of ``OLD`` or ``BRANCHES``.
-
-    Raises:
-        CalledProcessError: the clone has no such commit.
-    """
+    """Return the full hash of a version, or of one of ``OLD`` or ``BRANCHES``."""
     revision = {**OLD, **VERSIONS, **BRANCHES}[version]
     command = ["git", "-C", str(checkout), "rev-parse", "--verify", f"{revision}^{{commit}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

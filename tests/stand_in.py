@@ -22,16 +22,10 @@ def free_port() -> int:
 
 @dataclass
 class Reply:
-    """An answer.
-
-    Attributes:
-        parts: its body.
-        length: how long the server says that it is; None: it does not say so.
-        status: of HTTP.
-    """
+    """An answer."""
 
     parts: Iterable[bytes | memoryview]
-    length: int | None
+    length: int | None  # that the server says; None: it says none
     status: int = 200
 
     @classmethod
@@ -50,10 +44,8 @@ def serving(
 ) -> Iterator[str]:
     """Start a server, and give its base URL.
 
-    Args:
-        answer: path and JSON body of a request (None for none) -> the reply. A ConnectionError
-            hangs up instead.
-        allows: whether a request with this Authorization is answered; 401 otherwise.
+    ``answer`` gets path and JSON body of a request; a ConnectionError hangs up. ``allows`` says
+    whether a request with this Authorization is answered; 401 otherwise.
     """
 
     class Handler(BaseHTTPRequestHandler):

@@ -140,7 +140,6 @@ def test_the_loss_is_in_the_graph_and_metrics_are_detached(representative):
 
 
 def test_an_empty_mask_trains_nothing(config):
-    """Backward works, gradients are 0 and metrics finite."""
     inputs = packed_inputs(config, mask=torch.zeros(12, dtype=torch.bool))
     out, grads = loss_and_grads(config, inputs)
     assert out.loss == 0

@@ -51,16 +51,6 @@ def test_fork_sees_what_a_new_process_sees(
     assert json.loads(fork.stdout) == expected
 
 
-@pytest.mark.parametrize("name", ["first", "second"])
-def test_fork_runs_modules_from_its_own_folder(
-    name: str, servers: dict[str, ForkServer], tmp_path: Path
-) -> None:
-    (tmp_path / "told.py").write_text("import sys\nprint(__name__, sys.argv, sys.path[0])\n1 / 0\n")
-    fork, new = (run("-m", "told", 1, cwd=tmp_path) for run in (servers[name].run, new_process))
-    assert (fork.returncode, fork.stdout) == (new.returncode, new.stdout)
-    assert fork.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
-
-
 def test_fork_runs_a_script_beside_its_modules(
     servers: dict[str, ForkServer], tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 `python -m tests.measures` prints the numbers.
 """
 
-from tests.measures import budgets, comparisons_of_backends, containers_of_scores, functions, totals
+from tests.measures import budgets, containers_of_scores, functions, totals
 
 LONGEST_BODY = 70
 DEEPEST_BLOCK = 4
@@ -30,7 +30,3 @@ def test_no_function_is_longer_or_deeper_than_the_limits() -> None:
 
 def test_scores_have_two_containers() -> None:
     assert set(containers_of_scores()) == CONTAINERS
-
-
-def test_backends_are_compared_by_their_registry_alone() -> None:
-    assert comparisons_of_backends() == []

@@ -7,7 +7,6 @@ import re
 import shlex
 import textwrap
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.generated_tasks import generate_lookups
 from prime_composer.recipe.loading import parse_recipe
-from tests.command import toml
+from tests.command import prime_rl, toml
 from tests.conftest import TINY_MODEL
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra: parquet)")
@@ -165,17 +164,10 @@ def test_student_loads_as_the_section_says(folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_complete_recipe_trains_with_vllm(folder: Path, engine_forks: Callable[..., Any]) -> None:
+def test_complete_recipe_trains_with_vllm(folder: Path) -> None:
     """As it is written, but for the number of steps."""
     Path("recipe.toml").write_text(COMPLETE)
     words = ("--set", "trainer.steps=2", "--set", "eval.size=8", "--set", "eval.kl_size=8")
-    code = (
-        "import sys; from prime_composer.cli import main; "
-        f"sys.exit(main(['rl', '--engine', 'local', '--config', 'recipe.toml', *{words!r}]))"
-    )
-    import subprocess
-    import sys
-
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = prime_rl("rl", "--engine", "local", "--config", "recipe.toml", *words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "student: outputs/recipe/checkpoints/step_000002" in done.stdout

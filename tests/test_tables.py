@@ -58,7 +58,6 @@ NUMBERS = [
 
 
 def test_tables_are_all_of_the_package() -> None:
-    """Every model that a recipe leads to, and every loss, is one of them."""
     assert {Recipe, *LOSS_TYPES.values()} <= set(TABLES)
     ours = {cls for cls in BaseModel.__subclasses__() if cls.__module__.startswith("prime_comp")}
     assert ours == {Table}

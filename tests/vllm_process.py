@@ -24,19 +24,9 @@ CPU, for the affinity of OpenMP's threads, which takes 10 s longer to start."""
 class VllmProcess:
     """A vLLM server on 127.0.0.1, which can be killed and started again. Entering it waits for it.
 
-    Args:
-        directory: the model, with a tokenizer.
-        log: its output.
-        options: further words of its command line.
-        port: where it listens; None for a free one.
-        forks: starts its processes with vLLM imported (``tests.forked_vllm``), which takes 2 s in
-            the place of half a minute; None: they are new, as an operator's.
-        env: further environment variables of it.
-
-    Attributes:
-        url: base URL, without ``/v1``.
-        port: where it listens, also when it is started again.
-        process: the API server, whose children are the engine's.
+    It listens at one port, also when it is started again. ``forks`` starts its processes with vLLM
+    imported (``tests.forked_vllm``), in 2 s instead of half a minute; without, they are new, as an
+    operator's. ``process`` is the API server, whose children are the engine's.
     """
 
     def __init__(

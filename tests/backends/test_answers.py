@@ -38,9 +38,8 @@ few = settings(
 def answer_of(seed, n, k, sampled="anywhere", masked=False):
     """Return a teacher's right answer: log-softmaxes of float32 logits, their top K, a sample.
 
-    Args:
-        sampled: "inside" the top K, "outside" it, or "anywhere".
-        masked: four ids have no probability; none of them is sampled.
+    ``sampled`` is "inside" or "outside" of it. With ``masked``, four ids that are not sampled have
+    no probability.
     """
     generator = numpy.random.default_rng(seed)
     logits = generator.normal(0, 2, (n, VOCAB))
@@ -442,7 +441,6 @@ BROKEN_JSON = {
 @few
 @given(seeds, rows)
 def test_json_that_breaks_an_invariant_is_refused(server, broken, seed, n):
-    """On both roads; the message names the server."""
     answer = answer_of(seed, n, 3, "outside")
     written = json_rows(answer)
     BROKEN_JSON[broken](answer, written)

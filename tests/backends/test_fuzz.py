@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
 from prime_composer.backends.vllm_logprobs import read_answer, read_completions, top_k_of
-from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged, damaged_bytes
+from tests.fuzz import EXAMPLES, damaged_bytes, odd_values, survives
 
 TOKENS = [5, 6, 7]
 SCORED = {
@@ -68,31 +66,11 @@ def refused_in_short(read: Any, content: bytes) -> None:
 @pytest.mark.parametrize("road", ROADS, ids=["generate", "completions", "samples"])
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_answer_damaged_is_read_or_refused(examples: int, road: Any) -> None:
-    """Values of other types and sizes, in any place."""
-    read, right = road
-    read(json.dumps(right).encode())
-
-    @bounded(examples)
-    @given(values=st.lists(ODD, min_size=1, max_size=3), seed=st.integers(0, 10**6))
-    def damage(values: list[Any], seed: int) -> None:
-        refused_in_short(read, json.dumps(damaged(right, values, seed)).encode())
-
-    with bounded_memory():
-        damage()
-
-
-@pytest.mark.parametrize("road", ROADS, ids=["generate", "completions", "samples"])
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_answer_of_damaged_bytes_is_read_or_refused(examples: int, road: Any) -> None:
-    """Bytes of the answer replaced, also by what no JSON has."""
+    """Values of other types and sizes in any place; bytes replaced, also by what no JSON has."""
     read, right = road
     text = json.dumps(right).encode()
+    read(text)
     pieces = [b"[", b"{", b"9", b"-", b"1e999", b"NaN", b"\xff", b"\x00", b'"', b"null", b"\\ud800"]
-
-    @bounded(examples)
-    @given(damaged_bytes(text, pieces))
-    def damage(content: bytes) -> None:
-        refused_in_short(read, content)
-
-    with bounded_memory():
-        damage()
+    values = odd_values(right).map(lambda tree: json.dumps(tree).encode())
+    for damage in (values, damaged_bytes(text, pieces)):
+        survives(examples, lambda content: refused_in_short(read, content), damage)

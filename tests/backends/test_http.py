@@ -221,7 +221,6 @@ def test_server_of_another_protocol_ends_soon(serve, connect):
 
 
 def test_wait_that_is_over_names_server_and_key(serve, connect):
-    """The message has the server's words, the time, and the key to raise."""
     server = serve(GOOD, status(503))
     connection = connect(server.url, wait=0.3, section="[teachers.big]")
     ask(connection)
@@ -460,24 +459,6 @@ def test_api_key_is_a_bearer_token(serve, connect, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "http://[::1",
-        "ftp://me:secret@h:21",
-        "localhost:8",
-        "",
-        "http://",
-        "http://h:p",
-        "x y",
-    ],
-)
-def test_url_of_no_server_names_its_key(url, connect):
-    with pytest.raises(ValueError, match="url") as error:
-        connect(url)
-    assert "secret" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     "name,value",
     [
         ("HTTP_PROXY", "http://[::1"),
@@ -501,18 +482,3 @@ def test_proxy_that_is_gone_is_named(connect, monkeypatch):
     monkeypatch.delenv("http_proxy", raising=False)
     with pytest.raises(ServerError, match="asked through the proxy that HTTP_PROXY names"):
         ask(connect("http://192.0.2.1:8000"))
-
-
-@pytest.mark.parametrize(
-    "content,shown",
-    [
-        (b"", "with nothing: it is empty"),
-        (b"<html>\n", r"'<html>\n'"),
-        (b"\xff\x1b[31m", r"'\ufffd\x1b[31m'"),
-        ("ü".encode() * 9999, r"'\xfc\xfc"),
-    ],
-)
-def test_excerpt_is_short_and_printable(content, shown):
-    text = http.excerpt(content)
-    assert text.startswith(shown) and len(text) <= 200
-    assert text.isascii() and text.isprintable()

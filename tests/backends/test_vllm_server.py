@@ -26,7 +26,6 @@ from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import Ends
-from prime_composer.recipe.backends import Served
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.registry import open_sampler
 from prime_composer.samplers.server import ServerSampler
@@ -37,7 +36,7 @@ from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
 from tests.local.killed_teacher import expect_wait_for_killed
-from tests.stand_in import Reply, free_port, serving
+from tests.stand_in import Reply, serving
 from tests.vllm_process import QUICK, VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -283,33 +282,21 @@ def test_prompt_too_long_for_the_server_is_refused(sampler):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://[::1", "ftp://host:21", "localhost:8001", "", "http://", "http://h:port", "x y"]
+    "url", ["http://[::1", "ftp://me:secret@h:21", "localhost:8001", "", "http://", "http://h:p"]
 )
 def test_url_of_no_server_names_its_key(url):
-    with pytest.raises(ServerError, match=r"^url in \[teacher\]: "):
+    with pytest.raises(ServerError, match=r"^url in \[teacher\]: ") as error:
         ServerScorer(url)
-
-
-def test_missing_server_error_says_how_to_start_one():
-    port = free_port()
-    with pytest.raises(
-        ServerError,
-        match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]",
-    ):
-        ServerScorer(f"http://127.0.0.1:{port}")
+    assert "secret" not in str(error.value)
 
 
 class RestartingServer(SpoilingServer):
-    """A server that is restarted with the weights of its start, at a request that a test chooses.
-
-    Attributes:
-        restart_at: requests until the restart, by path; the last of them gets no answer.
-    """
+    """A server that is restarted with its first weights, at a request that a test chooses."""
 
     def __init__(self, checkpoint):
         super().__init__(checkpoint)
         self.checkpoint = checkpoint
-        self.restart_at = {}
+        self.restart_at = {}  # path -> requests until the restart; the last one gets no answer
 
     def restart(self):
         self.stop()
@@ -698,18 +685,6 @@ def completion(body):
     choice = {"index": 0, "token_ids": [7], "finish_reason": "length"}
     choice["logprobs"] = {"token_logprobs": [-1.0], "top_logprobs": [{"w7": -1.0, "w8": -0.6}]}
     return {"choices": [choice]}
-
-
-def test_dropped_request_is_retried_until_it_lasts(fake_server):
-    fake_server.answers["/v1/completions"] = (200, completion)
-    sampler = ServerSampler(Served(url=fake_server.url, wait=0.5))
-    fake_server.drops = 2
-    (rollout,) = sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
-    assert rollout.token_ids.tolist() == [5, 7]
-    fake_server.drops = 1000
-    with pytest.raises(ServerError, match=r"was away for 0.5 s .*raise wait in \[rollout\]"):
-        sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
-    sampler.close()
 
 
 def test_raw_log_probs_are_refused_where_they_are_not_mu(fake_server):

@@ -9,10 +9,8 @@ same two servers. With ``--threads 1`` both servers have one core, where they wo
 trainer has the other. With ``--threads 2`` everyone has both, so that each part of a step that runs
 alone is as fast as it can be here, which is the fairer comparison for a run without ``ahead``.
 
-A row has the median step of all rounds, without a run's first two and its last, and its parts.
-"wait" is what a step waited for its batch. "sample" and "score" pass beside "train" where the batch
-is collected ahead, and "ratio" is the step against the one without, with the smallest and largest
-of the rounds.
+A row has the median step of all rounds, without a run's first two and its last, and its ratio to
+the one without batches ahead, with the smallest and largest of the rounds.
 """
 
 import argparse
@@ -41,7 +39,6 @@ from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 from tests.local.helpers import Silent  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess  # noqa: E402
 
-PARTS = ("step", "wait", "sample", "score", "train", "sync")
 SKIPPED = 2
 
 
@@ -67,8 +64,8 @@ def servers(
         yield
 
 
-def measured(raw: dict[str, Any], problems: ProblemSet, ahead: int, run_dir: Path) -> list[Any]:
-    """Run a recipe from the start, and return its steps' seconds by part."""
+def measured(raw: dict[str, Any], problems: ProblemSet, ahead: int, run_dir: Path) -> list[float]:
+    """Run a recipe from the start, and return its steps' seconds."""
     raw["rollout"]["ahead"] = ahead
     recipe = parse_recipe(raw)
     sampler = ServerSampler(recipe.rollout.url, raw["student"]["model"])
@@ -76,8 +73,7 @@ def measured(raw: dict[str, Any], problems: ProblemSet, ahead: int, run_dir: Pat
     sampler.close()
     run_dir.mkdir()
     train(recipe, problems, {}, run_dir, Silent())
-    steps = read_metrics(run_dir)[1 + SKIPPED : -1]
-    return [{part: step.get(f"time/{part}", 0.0) for part in PARTS} for step in steps]
+    return [step["time/step"] for step in read_metrics(run_dir)[1 + SKIPPED : -1]]
 
 
 def main() -> None:
@@ -102,7 +98,7 @@ def main() -> None:
     if arguments.threads == 1:
         os.environ.pop(THREADS_VARIABLE, None)
         os.sched_setaffinity(0, {1})
-    seconds: dict[int, list[list[Any]]] = {}
+    seconds: dict[int, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as name, use_threads(arguments.threads):
         folder = Path(name)
         with servers(paths, raw, folder, arguments.threads):
@@ -112,15 +108,13 @@ def main() -> None:
                     seconds.setdefault(ahead, []).append(measured(raw, problems, ahead, run_dir))
     print(f"torch has {torch.get_num_threads()} thread(s); seconds, medians of "
           f"{arguments.rounds} x {arguments.steps - SKIPPED - 1} steps")  # fmt: skip
-    print(f"{'ahead':<8}" + "".join(f"{part:>9}" for part in PARTS) + f"{'ratio':>22}")
+    print(f"{'ahead':<8}{'step':>9}{'ratio':>22}")
     for ahead, rounds in seconds.items():
-        steps = [step for one in rounds for step in one]
-        parts = "".join(f"{statistics.median(s[part] for s in steps):>9.3f}" for part in PARTS)
-        medians = [statistics.median(step["step"] for step in one) for one in rounds]
-        plain = [statistics.median(step["step"] for step in one) for one in seconds[0]]
-        ratios = [own / other for own, other in zip(medians, plain, strict=True)]
+        median = statistics.median(step for one in rounds for step in one)
+        pairs = zip(rounds, seconds[0], strict=True)
+        ratios = [statistics.median(own) / statistics.median(plain) for own, plain in pairs]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"{ahead:<8}{parts}{spread:>22}")
+        print(f"{ahead:<8}{median:>9.3f}{spread:>22}")
 
 
 if __name__ == "__main__":

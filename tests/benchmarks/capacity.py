@@ -125,21 +125,13 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Need:
-    """What one trainer GPU asks for, per second. See ``need`` for the formulas.
+    """What one trainer GPU asks for, per second. See ``need`` for the formulas."""
 
-    Attributes:
-        tokens: that it trains, and that the teacher answers for.
-        teacher_gpus: that are busy.
-        bytes: of answers.
-        api: API processes that are busy, lowest and highest.
-        json: the same for answers in JSON; None where there is no such answer.
-    """
-
-    tokens: float
-    teacher_gpus: float
-    bytes: float
-    api: tuple[float, float]
-    json: tuple[float, float] | None
+    tokens: float  # that it trains, and that the teacher answers for
+    teacher_gpus: float  # that are busy
+    bytes: float  # of answers
+    api: tuple[float, float]  # API processes that are busy, lowest and highest
+    json: tuple[float, float] | None  # the same for answers in JSON, where there are such
 
 
 def need(student: Model, teacher: Model, full: bool) -> Need:
@@ -232,11 +224,7 @@ def rounded(value: float) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return a page with the tables between its markers.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
+    """Return a page with the tables between its markers."""
     return between_markers(page, BEGIN, END, tables())
 
 

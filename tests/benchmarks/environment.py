@@ -27,13 +27,7 @@ from prime_composer.cli.machine import set_environment
 
 set_environment()
 
-import torch  # noqa: E402
-
 from prime_composer.backends.cpu_guard import all_cores  # noqa: E402
-from prime_composer.backends.hf_model import (  # noqa: E402
-    import_transformers,
-    without_progress_bars,
-)
 from prime_composer.environments.tasks import problems_and_tasks  # noqa: E402
 from prime_composer.local.collect import Clock  # noqa: E402
 from prime_composer.local.engine import Engine  # noqa: E402
@@ -43,37 +37,28 @@ from prime_composer.local.student import Student  # noqa: E402
 from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E402
 from prime_composer.problems.loading import ProblemSet  # noqa: E402
 from prime_composer.recipe.loading import parse_recipe  # noqa: E402
-from tests.environments.kit import ENVIRONMENTS, save_tokenizer  # noqa: E402
+from tests.environments.kit import ENVIRONMENTS, save_student  # noqa: E402
 from tests.local.helpers import collect  # noqa: E402
 
 SIZES = {
-    # name: vocabulary, hidden, layers, heads, key-value heads, intermediate
-    "gsm8k_opd": (415, 64, 3, 2, 2, 192),
-    "smollm2": (49_152, 576, 30, 9, 3, 1536),
+    "gsm8k_opd": {
+        "vocab_size": 415,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 192,
+    },
+    "smollm2": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+    },
 }
-
-
-def save_model(folder: Path, size: str) -> Path:
-    """Save a random model with a tokenizer of single bytes, and return its folder."""
-    vocab, hidden, layers, heads, key_value_heads, intermediate = SIZES[size]
-    tokenizer = save_tokenizer(folder)
-    transformers = import_transformers()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    with without_progress_bars():
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+MORE = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,7 @@ def run_step(engine: Engine, student: Student, recipe: Any, step: int) -> Cost:
 def measure(size: str, args: argparse.Namespace) -> None:
     """Print the row of one model size."""
     with tempfile.TemporaryDirectory() as folder:
-        model = str(save_model(Path(folder), size))
+        model = str(save_student(Path(folder), 0, **SIZES[size], **MORE))
         recipe = parse_recipe(
             {
                 "student": {"model": model},

@@ -14,23 +14,10 @@ import sys
 import threading
 from pathlib import Path
 
+from tests.load.processes import tree_of
+
 INTERVAL = 0.3
 """Seconds between two readings. One of a process with 5 GB takes some milliseconds."""
-
-
-def processes_below(root: int) -> list[int]:
-    """Return a process and all of its descendants."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has just ended
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found
 
 
 def pss_mb(process: int) -> float:
@@ -55,7 +42,7 @@ class Meter:
 
     def _watch(self) -> None:
         while not self.stop.wait(INTERVAL):
-            self.now = sum(map(pss_mb, processes_below(self.root)))
+            self.now = sum(map(pss_mb, tree_of(self.root)))
             self.peak = max(self.peak, self.now)
 
 

@@ -58,7 +58,6 @@ from tests.prime_rl_checkout import extract, pythonpath  # noqa: E402
 
 VARIANTS = ("prime-rl again", "sampled", "topk")
 K, TOKENS, MICRO_BATCHES = 32, 512, 2  # of a support, of a micro-batch, of a step
-MIB = 1 << 20
 
 
 def table_of(variant):

@@ -182,29 +182,23 @@ def compare_heads(servers: Servers, options: argparse.Namespace) -> None:
 
 
 def compare_groups(servers: Servers, options: argparse.Namespace) -> None:
-    """Print the time of groups of 8 rollouts that share a long prompt, each prompt new."""
+    """Print the time of 8 rollouts with a long, new prompt in common, one after the other."""
     generator = torch.Generator().manual_seed(1)
     prompt_tokens, completion = 1000, 128
 
     def random_ids(count: int) -> list[int]:
         return torch.randint(2, options.vocab, (count,), generator=generator).tolist()
 
-    def group() -> list[Any]:
+    def group() -> list[list[Any]]:
         prompt, sampled = random_ids(prompt_tokens), [-1.0] * completion
         return [
-            make_rollout(prompt, random_ids(completion), sampled, "length", 0) for _ in range(8)
+            [make_rollout(prompt, random_ids(completion), sampled, "length", 0)] for _ in range(8)
         ]
 
     print(f"groups of 8 rollouts of {completion} tokens after a prompt of {prompt_tokens}")
-    orders: dict[str, Requests] = {
-        "one after the other": lambda: [[one] for one in group()],
-        "at once": lambda: [group()],
-    }
-    for order, requests in orders.items():
-        _, *times = times_of(servers, options.rounds + 1, 32, requests)
-        cached, without = (min(each) for each in zip(*times, strict=True))
-        print(f"{order:<22}with the cache {cached:.3f} s, without {without:.3f} s ", end="")
-        print(f"({without / cached:.1f}x)")
+    _, *times = times_of(servers, options.rounds + 1, 32, group)
+    cached, without = (min(each) for each in zip(*times, strict=True))
+    print(f"with the cache {cached:.3f} s, without {without:.3f} s ({without / cached:.1f}x)")
 
 
 if __name__ == "__main__":

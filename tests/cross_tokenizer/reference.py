@@ -65,8 +65,6 @@ class Reference:
     """The search through a teacher's texts.
 
     Args:
-        pair: the tokenizers.
-        rows_of: asks the teacher.
         threshold: mass up to which a text is not followed, as a share of that of the teacher's own
             tokenization. With 0 all are.
         words: words before a position of which other tokenizations count too. None: all of them.

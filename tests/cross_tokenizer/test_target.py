@@ -218,52 +218,6 @@ def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
     assert equal > 20
 
 
-def permuted(tokens: TokenBytes, order: list[int]) -> TokenBytes:
-    """Return a tokenizer whose id i is what ``order[i]`` was."""
-    new = object.__new__(TokenBytes)
-    place = {old: at for at, old in enumerate(order)}
-    new.of_id = tuple(tokens.of_id[old] for old in order)
-    new.encode_all = lambda texts: [[place[i] for i in ids] for ids in tokens.encode_all(texts)]  # type: ignore[method-assign]
-    new.encode = cache(lambda text: tuple(place[i] for i in tokens.encode(text)))
-    new.word_starts = tokens.word_starts  # type: ignore[method-assign]
-    return new
-
-
-def test_permuted_vocabularies_permute_the_result() -> None:
-    this = toy(0, words=True, noncanonical=0.1)
-    pair, teacher = this.pair, this.teacher
-    rng = np.random.default_rng(0)
-    student_order = rng.permutation(len(pair.student.of_id)).tolist()
-    teacher_order = rng.permutation(len(pair.teacher.of_id)).tolist()
-    plain = TokenizerPair(pair.teacher, pair.student, pair.teacher_ends, pair.student_end, [])
-    other = TokenizerPair(
-        permuted(pair.teacher, teacher_order),
-        permuted(pair.student, student_order),
-        [teacher_order.index(i) for i in pair.teacher_ends],
-        student_order.index(pair.student_end),
-        [],
-    )
-    for ids in this.rollouts(10, 5):
-        rows = teacher.rows(pair.student.bytes_of(ids).decode())
-        one, _ = scores_of(plain, rows, ids)
-        two, _ = scores_of(
-            other, rows[:, teacher_order], tuple(student_order.index(i) for i in ids)
-        )
-        torch.testing.assert_close(one.ref_logprobs, two.ref_logprobs)
-        for at in range(len(ids)):
-            supports = [
-                {
-                    (int(i) if names is None else names[int(i)]): float(q)
-                    for i, q, known in zip(
-                        s.token_ids[at], s.teacher_logprobs[at], s.all_known[at], strict=True
-                    )
-                    if known
-                }
-                for s, names in ((one, None), (two, student_order))
-            ]
-            assert supports[0] == pytest.approx(supports[1], abs=1e-5)
-
-
 def test_a_fixed_support_does_not_depend_on_the_sampled_token() -> None:
     # Compared where the texts have one teacher path up to the last token.
     this = toy(1, words=True)

@@ -105,12 +105,8 @@ def random_tokenizer(
 class ToyTeacher:
     """Random rows by position and the last two tokens, over texts of at most ``length`` tokens.
 
-    Args:
-        tokens: its tokenizer.
-        alphabet: the characters of its texts.
-        length: tokens of a text at most.
-        noncanonical: factor of the probability of tokens that its tokenizer would not write next.
-        lead: what it writes in front of every text.
+    ``noncanonical`` is a factor of the probability of tokens that its tokenizer would not write
+    next, and ``lead`` is in front of every text.
     """
 
     def __init__(

@@ -58,41 +58,36 @@ def save_tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     return tokenizer
 
 
-def save_student(folder: Path, seed: int) -> Path:
-    """Save a random model of one layer with this tokenizer, and return its folder."""
+def save_student(folder: Path, seed: int, **changes: Any) -> Path:
+    """Save a random model with this tokenizer, and return its folder."""
     tokenizer = save_tokenizer(folder)
     torch.manual_seed(seed)
     transformers = import_transformers()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        head_dim=32,  # vLLM's smallest
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 32,  # vLLM's smallest
+        "max_position_embeddings": 512,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = transformers.LlamaConfig(**settings | changes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 class Scripted:
-    """A sampler whose answers a function of the prompt's text decides.
-
-    Attributes:
-        calls: the texts of the prompts of each call.
-        seeds: the seed of each call.
-        sampled: every rollout that was sampled, in order.
-    """
+    """A sampler whose answers a function of the prompt's text decides."""
 
     def __init__(self, tokenizer: Any, reply: Callable[[str], str], room: int = 4096):
         self.tokenizer, self.reply = tokenizer, reply
         self.limits = Limits(max_model_len=room, vocab_size=len(tokenizer))
-        self.calls: list[list[str]] = []
-        self.seeds: list[int] = []
-        self.sampled: list[Rollout] = []
+        self.calls: list[list[str]] = []  # texts of the prompts of each call
+        self.seeds: list[int] = []  # of each call
+        self.sampled: list[Rollout] = []  # in order
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int

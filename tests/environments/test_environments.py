@@ -110,7 +110,6 @@ def test_run_single_turn_is_one_rollout_with_its_reward(play: Any) -> None:
 
 
 def test_run_two_turns_train_on_the_answers_alone(play: Any) -> None:
-    """What the environment says between two answers is context, in one rollout."""
     episode, _ = play(lambda text: "two" if "go on" in text else "one", args={"script": ["go on"]})
     assert words(play, episode) == [["one<|im_end|>", "two<|im_end|>"]]
     (rollout,) = episode.rollouts
@@ -153,7 +152,6 @@ def test_run_template_that_strips_answers_branches(play: Any, tmp_path: Path) ->
 
 
 def test_run_template_that_keeps_answers_warns_of_nothing(play: Any) -> None:
-    """The same environment with a faithful template."""
     play(lambda text: " one ", args={"script": ["go on"]})
     assert play.warnings == []
 
@@ -240,7 +238,6 @@ def called(arguments: str, answer: Any) -> str:
     ids=["half", "half_name", "cut", "list", "endless", "deep", "digits"],
 )  # fmt: skip
 def test_tools_arguments_that_cannot_be_sent_are_an_error(arguments: str) -> None:
-    """The tool is not called."""
     answer = called(arguments, AssertionError("called"))
     assert answer.startswith("error: the arguments are not ")
     answer.encode()
@@ -322,7 +319,6 @@ def test_open_environment_unknown_id_names_the_nearest(monkeypatch: pytest.Monke
 
 
 def test_run_full_context_is_a_failure(play: Any) -> None:
-    """A conversation that outgrows the sampler's context has no reward."""
     failures = play(lambda text: "x" * 20, args={"script": [{"forever": "on"}]}, room=120)
     assert all("leaves no room" in failure.reason for failure in failures)
 
@@ -355,7 +351,6 @@ def test_open_environment_unusable_is_named(config: dict[str, Any], message: str
 def test_open_environment_harness_with_uv_is_refused(
     harness: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A harness that installs a program is named before the start."""
     import tiny_talk
 
     monkeypatch.setattr(tiny_talk, "__all__", ["TalkTaskset"])
@@ -365,7 +360,6 @@ def test_open_environment_harness_with_uv_is_refused(
 
 
 def test_environments_tools_without_a_parser_are_refused(tokenizer_dir: Path) -> None:
-    """A renderer that reads no tool calls cannot play an environment with tools."""
     environment = open_environment("x", EnvironmentConfig(id="tiny-lookup"))
     with pytest.raises(RecipeError, match=r"has tools, and the renderer.*\[rollout\] renderer"):
         Environments({"x": environment}, str(tokenizer_dir), {}, print)

@@ -61,7 +61,6 @@ def test_interleave_of_two_fitting_histories_takes_longer() -> None:
 
 
 def test_interleave_leaves_the_turns_as_they_are() -> None:
-    """The turns' own tensors are not written to."""
     turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
     interleave(turns, prompt_index=0)
     assert trained(turns[0]) == [None, None, 3]
@@ -69,7 +68,6 @@ def test_interleave_leaves_the_turns_as_they_are() -> None:
 
 
 def test_finish_reason_one_cut_turn_is_length() -> None:
-    """A conversation with a cut turn counts as truncated."""
     turns = [turn([1], [2], "length"), turn([1, 2, 3], [4])]
     assert finish_reason(turns) == "length"
     assert finish_reason(turns[1:]) == "stop"

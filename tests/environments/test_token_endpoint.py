@@ -90,7 +90,6 @@ def test_rounds_rollout_that_leaves_closes_the_round() -> None:
 def test_ask_what_the_sampler_cannot_do_is_refused(
     request_body: dict[str, Any], message: str
 ) -> None:
-    """A full context, an id outside the vocabulary, an unknown parameter, an image."""
     with pytest.raises(TurnRefused, match=message):
         run(Rounds(1, LIMITS).ask(0, request_body))
 

@@ -359,7 +359,6 @@ def test_train_conversation_fills_the_context_of_all_models(
 
 
 def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:
-    """A prepared model beside an environment by id is that of the recipe without it."""
     mixed = copy.deepcopy(raw)
     mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
     both = load_sources(parse_recipe(mixed))
@@ -455,7 +454,6 @@ def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> Non
 def test_load_sources_recipe_that_needs_problems_is_refused(
     raw: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    """What the engine does with problems only is refused by name."""
     own = copy.deepcopy(raw)
     for table, values in changes.items():
         own[table] = {**(own[table] if table == "rollout" else {}), **(values or {})}

@@ -17,7 +17,7 @@ from prime_composer.contract import Logits, TwoHeads
 from prime_composer.full_vocabulary import compare
 from prime_composer.fused import COMPILED
 from prime_composer.lm_head import selected_logprobs
-from tests.benchmarks.full_vocabulary import DIVERGENCES
+from tests.benchmarks.heads import DIVERGENCES
 
 MORE = 100  # ids that only the teacher has
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.benchmarks.full_vocabulary import OBJECTIVES
-from tests.benchmarks.heads import LOG_PROBS
+from tests.benchmarks.heads import OBJECTIVES
 from tests.gpu.programs import output_of
 
 
@@ -26,18 +25,17 @@ def test_heads_benchmark_prints_every_variant_on_a_gpu(device):
         "tests.benchmarks.heads", "--device", device, *sizes
     ).splitlines()
     assert header.split(",")[0] != "CPU" or device == "cpu"
-    assert [cells(row)[0] for row in rows] == [LOG_PROBS, *OBJECTIVES]
+    assert [cells(row)[0] for row in rows] == [*OBJECTIVES]
     for row in rows:
         times, ratio, memory = (cells(row)[part] for part in (slice(3, 7), 7, slice(8, 11)))
-        products, chunked, plain, compiled = numbers(times)
-        assert min(products, chunked, plain, compiled) > 0
+        if device == "cpu":
+            assert (times.pop(), memory.pop()) == ("-", "-")  # nothing is compiled there
+        products, chunked, *_ = timed = numbers(times)
+        assert min(timed) > 0
         rounding = 0.05 / products + 0.05 / chunked  # times have one digit after the point
         assert float(ratio) == pytest.approx(chunked / products, rel=rounding, abs=0.005)
-        if device == "cpu":
-            assert memory == ["-", "-", "-"]
-            continue
-        chunked, plain, compiled = numbers(memory)
-        assert chunked <= plain / 4
+        chunked, plain, *_ = numbers(memory)
+        assert device == "cpu" or chunked <= plain / 4
 
 
 def test_losses_benchmark_runs_on_a_gpu(device):

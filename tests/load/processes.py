@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,8 @@ def tree_of(pid: int) -> list[int]:
     pids = [pid]
     for parent in pids:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
-            pids += [int(child) for child in task.read_text().split()]
+            with suppress(OSError):  # it has just ended
+                pids += [int(child) for child in task.read_text().split()]
     return pids
 
 

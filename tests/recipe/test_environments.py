@@ -10,12 +10,13 @@ from tests.recipe.helpers import refusal
 
 
 def raw(**of_environment: Any) -> dict[str, Any]:
-    """Return a recipe with an environment by id, which has these keys as well."""
+    """Return a recipe with an environment by id, which has these keys as well, or lacks them."""
+    keys = {"id": "reverse-text", **of_environment}
     return {
         "student": {"model": "s"},
         "teacher": {"model": "t"},
         "loss": {"type": "topk_reverse_kl", "k": 4},
-        "environments": {"rev": {"id": "reverse-text", **of_environment}},
+        "environments": {"rev": {key: value for key, value in keys.items() if value is not None}},
         "trainer": {"steps": 3},
     }
 
@@ -55,6 +56,7 @@ def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({"id": None, "args": {"split": "train"}}, "environments.rev.id is missing"),
         ({"id": ""}, "environments.rev.id: '' is no environment's id"),
         ({"id": "a/b/c"}, "environments.rev.id: 'a/b/c' is no environment's id"),
         ({"id": "reverse text"}, "write name, owner/name or owner/name@version"),
@@ -72,23 +74,7 @@ def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
     ],
 )
 def test_environment_that_does_not_fit_is_refused(changes: dict[str, Any], expected: str) -> None:
-    """The message names the key, and what to write."""
     assert expected in refusal(raw(**changes))
-
-
-def test_environment_without_its_id_is_refused() -> None:
-    """A key that only environments by id have makes the table one."""
-    table = raw()
-    table["environments"]["rev"] = {"args": {"split": "train"}}
-    assert "environments.rev.id is missing" in refusal(table)
-
-
-def test_prepared_student_learns_from_the_problems() -> None:
-    """Beside an environment by id, the generated model names the environments that it needs."""
-    table = raw()
-    table["environments"]["sums"] = {"size": 30}
-    table["student"] = {"prepare": {"environments": ["sums"]}}
-    assert list(parse_recipe(table).sources) == ["rev", "sums"]
 
 
 def test_prepared_models_learn_from_what_is_trained_on() -> None:
@@ -99,7 +85,8 @@ def test_prepared_models_learn_from_what_is_trained_on() -> None:
     table["student"] = {"prepare": {}}
     assert parse_recipe(table).teaching_environments == {"rev"}
     table["student"] = {"prepare": {"environments": ["sums"]}}
-    assert parse_recipe(table).teaching_environments == set()
+    recipe = parse_recipe(table)
+    assert recipe.teaching_environments == set() and list(recipe.sources) == ["rev", "test", "sums"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +110,6 @@ def test_prepared_model_that_cannot_learn_is_refused(
 
 
 def test_passwords_of_environments_are_not_shown() -> None:
-    """A recipe that is saved or printed has no password of a judge's URL."""
     url = "http://me:secret@judge"
     recipe = parse_recipe(raw(args={"judge": url}, prime_rl={"serve": {"address": url}}))
     assert recipe.environments_by_id["rev"].args["judge"] == url

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import load_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.export import export_recipe
-from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
+from tests.fuzz import EXAMPLES, ODD, damaged_bytes, odd_values, survives
 
 # A teacher, a channel and an environment have the name of a key.
 WHOLE: dict[str, Any] = {
@@ -66,39 +65,14 @@ def check(path: Path, text: bytes, overrides: list[str]) -> None:
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_recipe_damaged_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
-    """Values that hardly any key means, in any place."""
-    path = tmp_path / "r.toml"
-    path.write_bytes(tomli_w.dumps(WHOLE).encode())
-    load_recipe(path)
-
-    @bounded(examples)
-    @given(values=st.lists(ODD, min_size=1, max_size=3), seed=st.integers(0, 10**6))
-    def damage(values: list[Any], seed: int) -> None:
-        check(path, tomli_w.dumps(damaged(WHOLE, values, seed)).encode(), [])
-
-    with bounded_memory():
-        damage()
-
-
-@pytest.mark.parametrize("examples", EXAMPLES)
-def test_recipe_of_damaged_bytes_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
-    """Bytes of the file replaced, also by what no TOML has."""
+    """Values that hardly any key means, in any place; bytes replaced, also by what no TOML has."""
     path, text = tmp_path / "r.toml", tomli_w.dumps(WHOLE).encode()
-
-    @bounded(examples)
-    @given(
-        st.integers(0, len(text)),
-        st.integers(0, 40),
-        st.one_of(
-            st.binary(max_size=6), st.sampled_from([b"[", b'"""', b"[[", b"=", b"\xff", b"\\u0000"])
-        ),
-        st.integers(1, 3000),
-    )
-    def damage(start: int, length: int, piece: bytes, times: int) -> None:
-        check(path, text[:start] + piece * times + text[start + length :], [])
-
-    with bounded_memory():
-        damage()
+    path.write_bytes(text)
+    load_recipe(path)
+    values = odd_values(WHOLE).map(lambda tree: tomli_w.dumps(tree).encode())
+    pieces = [b"[", b'"""', b"[[", b"=", b"\xff", b"\\u0000"]
+    for damage in (values, damaged_bytes(text, pieces)):
+        survives(examples, lambda content: check(path, content, []), damage)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
@@ -109,16 +83,7 @@ def test_override_damaged_is_accepted_or_refused(examples: int, tmp_path: Path) 
         ["trainer.lr", "teachers.a", "teachers.a.url", "loss", "loss.type", "a.b.c", "", ".",
          "data", "student.model", "prime_rl.x", "environments.sums.teacher.a", "trainer.betas"]
     )  # fmt: skip
-
-    @bounded(examples)
     # Hypothesis knows the words of this file, "secret" among them.
-    @given(
-        keys,
-        st.sampled_from(["=", "==", ""]),
-        st.one_of(st.text(max_size=30), ODD.map(str)).filter(lambda text: "secret" not in text),
-    )
-    def damage(key: str, equals: str, value: str) -> None:
-        check(path, text, [f"{key}{equals}{value}"])
-
-    with bounded_memory():
-        damage()
+    values = st.one_of(st.text(max_size=30), ODD.map(str)).filter(lambda text: "secret" not in text)
+    item = st.tuples(keys, st.sampled_from(["=", "==", ""]), values).map("".join)
+    survives(examples, lambda one: check(path, text, [one]), item)

@@ -56,7 +56,6 @@ def test_recipe_is_exported_with_its_metric(task: str, version: str) -> None:
 
 
 def test_study_is_the_grid_of_the_paper() -> None:
-    """Three lambdas and five divergences, five seeds."""
     study, runs = load_study(RECIPES / "studies" / "gkd.toml")
     assert len(study.seeds) == 5 and len(runs) == 75
     cells = {

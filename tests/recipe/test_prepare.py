@@ -23,14 +23,21 @@ def recipe_with(prepare: Any) -> dict[str, Any]:
     }
 
 
-def test_prepare_from_is_a_rounded_model() -> None:
+@pytest.mark.parametrize(
+    "prepare",
+    [ROUNDED, {"from": "org/model", "drop_layers": [3, 0]}, {**ROUNDED, "drop_layers": [1]}],
+)
+def test_prepare_from_changes_an_existing_model(prepare: dict[str, Any]) -> None:
     """The table is read, and written as the recipe has it, so that a run can be resumed."""
-    recipe = parse_recipe(recipe_with(ROUNDED))
+    recipe = parse_recipe(recipe_with(prepare))
     assert isinstance(recipe.student.prepare, DamagedConfig)
     assert recipe.student.prepare.source == "org/model"
     dump = json.loads(recipe.model_dump_json())
-    assert dump["student"]["prepare"] == ROUNDED
+    assert dump["student"]["prepare"] == prepare
     assert parse_recipe(dump) == recipe
+
+
+def test_prepare_without_a_source_is_a_generated_model() -> None:
     generated = parse_recipe(recipe_with({"layers": 2})).student.prepare
     assert isinstance(generated, PrepareConfig) and generated.layers == 2
 
@@ -69,16 +76,7 @@ def test_prepare_from_is_a_rounded_model() -> None:
     ],
 )  # fmt: skip
 def test_prepare_that_does_not_fit_is_refused(prepare: Any, complaint: str) -> None:
-    """The sentence names the key, also of the nested table."""
     assert complaint in refusal(recipe_with(prepare))
-
-
-def test_prepare_without_layers_is_read_and_written() -> None:
-    """Alone, or with a rounding; the dump has no more keys than the recipe."""
-    for prepare in ({"from": "m", "drop_layers": [3, 0]}, {**ROUNDED, "drop_layers": [1]}):
-        recipe = parse_recipe(recipe_with(prepare))
-        dump = json.loads(recipe.model_dump_json())
-        assert dump["student"]["prepare"] == prepare and parse_recipe(dump) == recipe
 
 
 def test_override_reaches_the_rounding(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ def test_reference_page_is_current() -> None:
 
 
 def test_reference_names_every_key_and_loss() -> None:
-    """Every key of a recipe and every loss with its knobs are in the text."""
     text = reference.reference()
     tables = {"diloco", "loss", "prepare", "quantize", "reference"}
     for kind in marks(Recipe):
@@ -47,7 +46,6 @@ def test_reference_names_every_key_and_loss() -> None:
     ],
 )
 def test_reference_row_has_type_default_and_meaning(row: str) -> None:
-    """A row says the key's type with its bounds, its default and its meaning."""
     assert row in reference.reference().splitlines()
 
 

@@ -39,7 +39,6 @@ NUMBERS = (
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("key", NUMBERS)
 def test_number_not_finite_is_refused(key: str, value: float) -> None:
-    """Where a number is meant, infinity and NaN are refused with the key."""
     assert key in refusal(with_value(key, value)).replace(".constrained-float", "")
 
 
@@ -67,7 +66,6 @@ def test_number_not_finite_is_refused(key: str, value: float) -> None:
     ],
 )  # fmt: skip
 def test_value_absurd_is_refused(key: str, value: Any, complaint: str) -> None:
-    """What can be known from the recipe alone is refused with key and bound."""
     assert complaint in refusal(with_value(key, value))
 
 
@@ -83,7 +81,6 @@ def test_value_absurd_is_refused(key: str, value: Any, complaint: str) -> None:
     ],
 )
 def test_loss_of_a_wrong_type_is_one_sentence(loss: Any, value: Any) -> None:
-    """A loss or a loss type that is a list, a table or a number names the choices."""
     assert "a loss is a table with a `type`" in refusal(with_value("loss", loss(value)))
 
 
@@ -127,13 +124,12 @@ def test_recipe_too_deep_or_long_is_one_sentence(text: str, tmp_path: Path) -> N
     ],
 )
 def test_value_of_100_kB_is_abridged(raw: dict[str, Any]) -> None:
-    """A message shows some two hundred letters of a long value, and the first of many problems."""
-    refusal(raw)
+    """A message shows some two hundred letters of a long value, and the first of many problems.
 
-
-def test_long_message_keeps_the_remedy() -> None:
-    """The middle is left out, so the choices at the end stay."""
-    assert "my_package.my_module:my_loss" in refusal(with_value("loss.type", "x" * 100_000))
+    The middle is left out, so that the choices at the end stay.
+    """
+    message = refusal(raw)
+    assert raw["loss"]["type"] != "x" * 100_000 or "my_package.my_module:my_loss" in message
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,6 @@ def test_long_message_keeps_the_remedy() -> None:
     ],
 )  # fmt: skip
 def test_public_url_masks_user_and_password(url: str, public: str) -> None:
-    """User and password become ***, in a URL and in a text that contains some."""
     assert public_url(url) == public
     assert has_credentials(url) == (url != public)
 
@@ -180,14 +175,12 @@ def test_masked_password_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_url_of_no_server_is_refused(url: str) -> None:
-    """What is no base URL is refused, and not repeated."""
     message = refusal(with_value("teacher.url", url, base=SERVED))
     assert message.startswith("r.toml: teacher.url: ") and (len(url) < 8 or url not in message)
 
 
 @pytest.mark.parametrize("item", ["teacher.url.x=1", "teacher=http://me:secret@host", "trainer"])
 def test_override_shows_no_password(item: str, tmp_path: Path) -> None:
-    """Neither a wrong override nor the value that it set shows a password."""
     path = tmp_path / "r.toml"
     path.write_text('teacher.url = "http://me:secret@host"\nstudent.model = "s"\n')
     with pytest.raises(RecipeError) as caught:
@@ -196,7 +189,6 @@ def test_override_shows_no_password(item: str, tmp_path: Path) -> None:
 
 
 def test_recipe_in_range_is_accepted() -> None:
-    """The bounds leave what a person may mean."""
     raw = with_value("trainer.betas", [0.0, 0.999])
     for key, value in (
         ("rollout.temperature", 0.01),

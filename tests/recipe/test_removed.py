@@ -17,7 +17,6 @@ SETTINGS = [key for key in REMOVED if key.startswith(SWITCH)]
 
 @pytest.mark.parametrize("key", [key for key in REMOVED if key not in SETTINGS])
 def test_removed_key_is_refused_with_what_to_do_instead(key: str) -> None:
-    """The error names the key and the remedy, and not only that nobody knows the key."""
     raw = copy.deepcopy(TINY_RECIPE)
     apply_override(raw, key if "=" in key else f"{key}=1")
     with pytest.raises(RecipeError) as refused:

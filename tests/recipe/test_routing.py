@@ -25,7 +25,6 @@ def routing(**changes: Any) -> Routing:
 
 
 def test_teacher_id_has_table_and_display_and_sorts() -> None:
-    """A teacher has a name for the recipe and one for people, and an order."""
     assert (TeacherId().table, TeacherId().display) == ("teacher", "teacher")
     assert (SHORT.table, SHORT.display) == ("teachers.short", "teacher short")
     assert sorted([SHORT, TeacherId(), LONG]) == [TeacherId(), LONG, SHORT]
@@ -33,7 +32,6 @@ def test_teacher_id_has_table_and_display_and_sorts() -> None:
 
 
 def test_routing_of_one_teacher_gives_it_everything() -> None:
-    """A single teacher scores every problem."""
     single = routing(teacher={"model": "t"})
     assert [config.model for config in single.teachers.values()] == ["t"]
     assert single.of(Problem("?", "#### 1")) == {TeacherId(): 1.0}
@@ -48,7 +46,6 @@ def test_routing_of_a_policy_teacher_is_empty() -> None:
 
 
 def test_routing_goes_from_general_to_particular() -> None:
-    """Own weights are the default, then the environment's choice, then the row's."""
     several = routing(
         data=None,
         teachers=TWO,

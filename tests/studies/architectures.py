@@ -1,7 +1,7 @@
 """Print what student and teacher of each architecture do with each backend.
 
-    python -m tests.studies.architectures [NAME ...] [--folder DIR] [--cells student,teacher/vllm]
-        [--seconds 300] [--write recipes/architectures.md]
+    python -m tests.studies.architectures [NAME ...] [--folder DIR]
+        [--write recipes/architectures.md]
 
 Each cell is a process of its own with a time limit, because an engine may end its process. It walks
 the road of a user: ``--dry-run``, a run of one step with its checkpoint, and for a teacher a second
@@ -37,6 +37,9 @@ PARTNER = "Qwen3"
 
 TOLERANCE = 1e-3
 """Nats from float64, above which a number is wrong. float32 engines stay within 1e-4."""
+
+SECONDS = 300.0
+"""Time for a cell."""
 
 PROMPTS = (5, 23, 90)
 """Lengths of prompts. The last one is longer than every window of the models."""
@@ -386,11 +389,11 @@ def shown(cell: Cell, notes: list[str]) -> str:
     return f"{WORDS.get(cell.state, cell.state)} ({notes.index(text) + 1})"
 
 
-def table(rows: Mapping[str, Sequence[Cell]], cells: Sequence[str]) -> list[str]:
+def table(rows: Mapping[str, Sequence[Cell]]) -> list[str]:
     """Return the lines of the table and its notes."""
     notes: list[str] = []
-    lines = ["| architecture |" + "".join(f" {cell.replace('/', ', ')} |" for cell in cells)]
-    lines.append("|---" * (len(cells) + 1) + "|")
+    lines = ["| architecture |" + "".join(f" {cell.replace('/', ', ')} |" for cell in CELLS)]
+    lines.append("|---" * (len(CELLS) + 1) + "|")
     for name, own in rows.items():
         lines.append(f"| {name} | " + " | ".join(shown(cell, notes) for cell in own) + " |")
     return [*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
@@ -401,8 +404,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("outputs/architectures"))
-    parser.add_argument("--cells", default=",".join(CELLS))
-    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--write", type=Path, help="a page to write the table to")
     parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compare", nargs=3, type=Path, help=argparse.SUPPRESS)
@@ -415,12 +416,11 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.cell:
         fill_here(*args.cell, folder)
         return
-    cells = [cell for cell in args.cells.split(",") if cell]
     rows = {}
     for name in args.names or ARCHITECTURES:
-        rows[name] = [fill(name, cell, folder, args.seconds) for cell in cells]
+        rows[name] = [fill(name, cell, folder, SECONDS) for cell in CELLS]
         print(name, *(cell.state for cell in rows[name]), flush=True)
-    lines = table(rows, cells)
+    lines = table(rows)
     print("\n".join(lines))
     if args.write is not None:
         args.write.write_text(PAGE + "\n".join(lines) + "\n")

@@ -48,12 +48,7 @@ LOSSES = {
 
 
 def bias_and_noise(grads: Tensor, full: Tensor) -> tuple[float, float, float, float, float]:
-    """Bias, its error, cosine, length and noise, as defined above.
-
-    Args:
-        grads: one gradient per batch, [batches, n].
-        full: those of the full KL on the same batches.
-    """
+    """Return bias, its error, cosine, length and noise, as defined above, of [batches, n]."""
     mean, target = grads.mean(0), full.mean(0)
     gap = grads - full
     spread, error = ((x - x.mean(0)).square().sum() / (len(x) - 1) for x in (grads, gap))

@@ -68,7 +68,6 @@ def test_mix_is_a_lower_bound_and_exact_where_it_can_be(count, k, seed, raw):
 
 
 def test_mix_is_exact_on_ids_that_every_teacher_lists():
-    """An id of every teacher's top K has the mixture's mass."""
     ids = torch.tensor([[3, 1]])
     one = Scores(torch.tensor([math.log(0.1)]), ids, torch.tensor([[0.6, 0.3]]).log())
     two = Scores(torch.tensor([math.log(0.3)]), ids.flip(1), torch.tensor([[0.5, 0.2]]).log())
@@ -80,7 +79,6 @@ def test_mix_is_exact_on_ids_that_every_teacher_lists():
 
 
 def test_mix_ids_are_distinct_with_zero_probabilities():
-    """Ids without any probability are listed once as well."""
     q = dense(3, 5, 7)
     q[:, :, 8:] = 0
     q /= q.sum(-1, keepdim=True)
@@ -100,7 +98,6 @@ def test_mix_ids_are_distinct_with_zero_probabilities():
 
 
 def test_mix_of_one_teacher_is_that_teacher():
-    """One teacher's scores are returned as they are."""
     scores = scored(dense(1, 4, 0)[0], torch.arange(4), 3)
     assert mix(torch.arange(4), [scores], [1.0]) is scores
 
@@ -133,7 +130,6 @@ def test_id_that_is_not_known_may_repeat_one_that_is():
 
 
 def test_mix_without_a_support_mixes_the_sampled_token():
-    """With K = 0 only the sampled token is mixed."""
     scores = [scored(q, torch.arange(4), 0) for q in dense(2, 4, 1)]
     mixed = mix(torch.arange(4), scores, [0.5, 0.5])
     assert mixed.token_ids.shape == (4, 0)

@@ -251,8 +251,6 @@ def test_run_with_a_chat_teacher_trains_and_resumes(tmp_path: Path, pair: dict[s
         ({"teacher": {"prompt": {"system": "x", "chat_template": False}}},
          r"\[teacher.prompt\].*chat_template = false"),
         ({"teacher": {"prompt": {"chat_template": "no.jinja"}}}, "teacher.prompt.*no.jinja"),
-        ({"teacher": {"prompt": {"system": "x"}, "model": None, "policy": {}}},
-         r"\[teacher.policy\].*leave one of them out"),
     ],
 )  # fmt: skip
 def test_prompt_that_cannot_be_written_names_its_key(
@@ -263,8 +261,7 @@ def test_prompt_that_cannot_be_written_names_its_key(
     words: str,
 ) -> None:
     for name, table in tables.items():
-        merged = pair[name] | table
-        pair[name] = {key: value for key, value in merged.items() if value is not None}
+        pair[name] |= table
     assert run(tmp_path, pair, "--dry-run") == 2
     assert re.search(words, capsys.readouterr().err)
 
@@ -317,33 +314,19 @@ def test_teacher_with_another_tokenizer_reads_its_own_prompt(
     assert tokenizer.decode(reading.token_ids[: reading.start].tolist()) == text
 
 
-LLAMA3 = (
-    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content"
-    " + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 GEMMA = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
     "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content +"
     " '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-MISTRAL = (
-    "{% set told = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
-    "{% for m in messages if m.role != 'system' %}{{ '[INST] ' + (told if loop.last else '') +"
-    " m.content + '[/INST]' }}{% endfor %}"
-)
 QWEN3 = CHATML.replace(
     "assistant\n' }}", "assistant\n' + ('' if enable_thinking else '<think>\n\n</think>\n\n') }}"
 )
 FORMATS = [
-    (LLAMA3, {"system": "Be kind."},
-     "<|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|><|start_header_id|>user"
-     "<|end_header_id|>\n\nSo?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
     (GEMMA, {"chat_template": True},
      "<start_of_turn>user\nSo?<end_of_turn>\n<start_of_turn>model\n"),
     (GEMMA, {"system": "Be kind."}, None),
-    (MISTRAL, {"system": "Be kind."}, "[INST] Be kind.\n\nSo?[/INST]"),
     (QWEN3, {"template_args": {"enable_thinking": False}},
      "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
 ]  # fmt: skip
@@ -353,7 +336,7 @@ FORMATS = [
 def test_prompt_is_in_the_format_of_the_teachers_makers(
     template: str, prompt: dict[str, Any], text: str | None
 ) -> None:
-    """As the templates of five families write it; a system message that one refuses is named."""
+    """As the templates of two families write it; a system message that one refuses is named."""
     tokenizer = make_tokenizer(template)
     asks = TeacherPromptConfig(prompt_template="{question}", **prompt)
     problems = ProblemSet([Problem("So?", "", "data")], [], {"data": DataConfig()})

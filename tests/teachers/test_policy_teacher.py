@@ -14,7 +14,6 @@ from tests.local.helpers import PROBLEM, SOURCES, Letters, rollout, sample
 def test_reference_hint_is_in_the_teachers_prompt(
     student: tuple[Any, Any],
 ) -> None:
-    """The teacher reads the solution in its template."""
     model, tokenizer = student
     teacher = PolicyTeacher(
         PolicyTeacherConfig(template="{question} Hint: {hint}"), SOURCES, model, tokenizer
@@ -27,7 +26,6 @@ def test_reference_hint_is_in_the_teachers_prompt(
 
 
 def test_braces_in_question_hint_and_attempt_are_kept(student: tuple[Any, Any]) -> None:
-    """Placeholders inside the values are not replaced."""
     config = PolicyTeacherConfig(template="{question}|{hint}|{attempt}")
     teacher = PolicyTeacher(
         config, {"problems": DataConfig(prompt_template="{question}")}, *student
@@ -49,7 +47,6 @@ def test_sibling_hint_is_the_first_other_correct_rollout(
 
 
 def test_feedback_hint_names_the_right_answer(student: tuple[Any, Any]) -> None:
-    """The verdict on a wrong rollout has the right answer."""
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="feedback"), SOURCES, *student)
     hints = teacher.hints([sample(0, 0.0), sample(1, 1.0)])
     assert hints == ["This is wrong; the right answer is 5.", "This is correct."]
@@ -82,7 +79,6 @@ def test_policy_teacher_support_chosen_by_the_student(student: tuple[Any, Any]) 
 
 
 def test_policy_teacher_follows_by_average_or_copy(student: tuple[Any, Any]) -> None:
-    """The moving average follows at its rate, the copy every few steps."""
     model, tokenizer = copy.deepcopy(student[0]), student[1]
     before = model.model.norm.weight.detach().clone()
     ema = PolicyTeacher(PolicyTeacherConfig(update="ema", ema_rate=0.25), SOURCES, model, tokenizer)
@@ -102,7 +98,6 @@ def test_policy_teacher_follows_by_average_or_copy(student: tuple[Any, Any]) -> 
 
 
 def test_policy_teacher_prompt_is_that_of_the_environment() -> None:
-    """The prompt template of the problem's environment is used."""
     sources = {name: DataConfig(prompt_template=f"{name}: {{question}}") for name in ("a", "b")}
     config = PolicyTeacherConfig(update="live", template="{question}{hint}")
     teacher = PolicyTeacher(config, sources, torch.nn.Module(), Letters())

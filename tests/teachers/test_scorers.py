@@ -297,13 +297,5 @@ def test_rollout_that_cannot_be_scored_is_refused(scorer, rollouts):
         scorer.score([UNTRAINED], 0)
 
 
-def test_teacher_reads_everything_from_the_first_trained_token():
-    rollout = make_rollout([1, 2, 3], [4, 5], [0.0, 0.0], "stop", 0)
-    (plain,), (hinted,) = sequences_to_score([rollout]), sequences_to_score([rollout], [[7, 8]])
-    assert rollout.start == 3
-    assert (plain.token_ids, plain.start) == ([1, 2, 3, 4, 5], 3)
-    assert (hinted.token_ids, hinted.start) == ([7, 8, 4, 5], 2)
-
-
 def test_start_of_a_rollout_that_trains_nothing_is_its_end():
     assert UNTRAINED.start == 2 and UNTRAINED.completion_ids == []

@@ -270,17 +270,18 @@ def test_tape_of_a_tokenizer_alone_is_read_by_its_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "dtype", "named"),
     [
-        ({"limits": Limits(32, VOCAB, 20)}, "server_max_model_len was 64 and is 32"),
-        ({"gives_any_ids": False}, "any_ids was True and is False"),
-        ({"limits": Limits(64, VOCAB, 7)}, None),
+        ({"limits": Limits(32, VOCAB, 20)}, "float32", "server_max_model_len was 64 and is 32"),
+        ({"gives_any_ids": False}, "float32", "any_ids was True and is False"),
+        ({}, "bfloat16", "dtype was 'float32' and is 'bfloat16'"),
+        ({"limits": Limits(64, VOCAB, 7)}, "float32", None),
     ],
 )
 def test_tape_of_another_server_is_refused(
-    changes: dict[str, Any], named: str | None, tmp_path: Path
+    changes: dict[str, Any], dtype: str, named: str | None, tmp_path: Path
 ) -> None:
-    """A second writer that is cut elsewhere, or can give another kind of scores, is not the first.
+    """A second writer that is cut elsewhere, rounds otherwise, or can give another kind of scores.
 
     The largest K of a request is none of this: a K that is too large is not on the tape.
     """
@@ -292,14 +293,7 @@ def test_tape_of_another_server_is_refused(
         opened(tmp_path, second, SERVED, backend="server")
         return
     with pytest.raises(TapeError, match=f"{named}.*its server's settings"):
-        opened(tmp_path, second, SERVED, backend="server")
-
-
-def test_tape_of_another_precision_is_refused(tmp_path: Path) -> None:
-    """An open teacher in bfloat16 adds nothing to a tape in float32."""
-    opened(tmp_path, Drawn())
-    with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
-        opened(tmp_path, Drawn(), dtype="bfloat16")
+        opened(tmp_path, second, SERVED, backend="server", dtype=dtype)
 
 
 def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
@@ -425,7 +419,6 @@ def test_teachers_known_requests_go_past_their_tapes(tmp_path: Path) -> None:
 
 
 def test_tape_of_a_reference_names_question_and_remedy(tmp_path: Path) -> None:
-    """As that of a teacher does."""
     opened(tmp_path, Drawn()).score([ONE], 4)
     teachers = Teachers({REFERENCE: alone(tmp_path)}, Routing({}, {}))
     problems = [Problem("first question", "1"), Problem("second question", "2")]

@@ -239,7 +239,6 @@ def test_store_that_cannot_be_begun_names_its_folder(tmp_path: Path) -> None:
 
 
 def test_store_header_is_the_first_ones(tmp_path: Path) -> None:
-    """Two that begin one tape have one header."""
     store = Store(tmp_path, print)
     header = store.begin(HEADER)
     assert header == {"format": FORMAT, **HEADER} == store.begin({"model": "another"})

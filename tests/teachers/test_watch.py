@@ -29,7 +29,6 @@ def test_differences_are_of_the_same_ids():
 
 
 def test_differences_leave_out_ids_that_are_not_known():
-    """Their log-probs are nothing."""
     nothing = LOGPROBS.clone()
     nothing[0, 1], nothing[1] = math.nan, 7.0
     known = [[True, False], [False, False]]

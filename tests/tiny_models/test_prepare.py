@@ -60,7 +60,6 @@ def load(path):
 
 
 def test_prepared_folder_is_a_hugging_face_model(tiny):
-    """A prepared folder is a complete Hugging Face model."""
     model, tokenizer = load(tiny)
     end = tokenizer.eos_token_id
     assert model.config.model_type == "qwen3" and model.config.tie_word_embeddings
@@ -73,7 +72,6 @@ def test_prepared_folder_is_a_hugging_face_model(tiny):
 
 
 def test_tokenizer_gives_one_token_per_digit(tiny):
-    """Tokens decode to the text, and each digit is one token."""
     _, tokenizer = load(tiny)
     problem = load_problems(DATA)[0][0]
     ids = render_prompt(problem, DATA, tokenizer)
@@ -84,7 +82,6 @@ def test_tokenizer_gives_one_token_per_digit(tiny):
 
 
 def test_tokenizer_large_vocabulary_keeps_digits_single():
-    """Digits are never merged, however large the vocabulary is."""
     from prime_composer.tiny_models.training import train_tokenizer
 
     tokenizer = train_tokenizer(load_problem_set({"problems": DataConfig(size=400)}), 800)
@@ -93,7 +90,6 @@ def test_tokenizer_large_vocabulary_keeps_digits_single():
 
 
 def test_prepare_model_is_reproducible(tiny, tmp_path):
-    """The same description gives the same bytes."""
     torch.rand(3)  # the state of the global generator does not matter
     again = prepare_model(TINY, PROBLEMS, tmp_path)
     for file in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
@@ -101,7 +97,6 @@ def test_prepare_model_is_reproducible(tiny, tmp_path):
 
 
 def test_prepare_model_keeps_random_state_and_threads(tmp_path):
-    """Preparing a model leaves the caller's random state and threads unchanged."""
     torch.rand(3)  # not where an earlier preparation would have left it
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     prepare_model(TINY, PROBLEMS, tmp_path)
@@ -110,7 +105,6 @@ def test_prepare_model_keeps_random_state_and_threads(tmp_path):
 
 
 def test_fine_tuning_learns(tmp_path):
-    """Fine-tuning reduces the loss."""
     losses = []
     config = TINY.model_copy(update={"sft_steps": 60})
     prepare_model(
@@ -150,7 +144,6 @@ def test_muon_multiplies_bfloat16_numbers_in_float32():
 
 
 def test_models_of_other_sizes_share_the_tokenizer(tiny, cache):
-    """Teacher and student of different sizes get the same tokenizer."""
     other = prepare_model(
         TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), PROBLEMS, cache
     )
@@ -158,7 +151,6 @@ def test_models_of_other_sizes_share_the_tokenizer(tiny, cache):
 
 
 def test_pruned_model_lacks_the_smallest_weights(tiny, cache):
-    """A pruned model is the cached unpruned one without its smallest weights."""
     calls = []
     pruned = prepare_model(
         TINY.model_copy(update={"prune": 0.7}),
@@ -198,7 +190,6 @@ def test_pruning_ranks_magnitudes_within_each_matrix():
 
 
 def test_with_hints_adds_the_answer_to_a_share():
-    """A share of the examples contains the worked answer as a hint."""
     from prime_composer.tiny_models.training import with_worked_hints
 
     problems = load_problems(DataConfig(size=600))[0]
@@ -214,7 +205,6 @@ def test_with_hints_adds_the_answer_to_a_share():
 
 
 def test_batches_share_the_epoch_out_by_length():
-    """Consecutive steps share their examples out by length."""
     from prime_composer.tiny_models.training import _batch_of_similar_lengths
 
     # Four steps of eight make an epoch.
@@ -227,7 +217,6 @@ def test_batches_share_the_epoch_out_by_length():
 
 
 def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):
-    """Everything that the model learns from changes the cache key."""
     changes = {
         "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8,
         "intermediate_size": 16, "tie_word_embeddings": False, "max_position_embeddings": 128,
@@ -246,7 +235,6 @@ def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):
 
 
 def test_cache_key_ignores_the_rest(tmp_path):
-    """What the model does not learn from leaves the cache key unchanged."""
     assert key_of() == key_of(data=DATA.model_copy(update={"metric": "math_verify"}))
     keys = set()
     for name in ("a", "b"):
@@ -306,7 +294,6 @@ def test_cache_key_of_shipped_recipes_is_as_recorded(name, tmp_path, monkeypatch
 
 
 def test_prepare_models_builds_each_model_under_its_table(tmp_path, monkeypatch):
-    """Models are built once, with the display name and the steps of each."""
     monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path))
     student = {**TINY.model_dump(exclude_unset=True), "prune": 0.5}
     teacher = TINY.model_dump(exclude_unset=True)
@@ -366,7 +353,6 @@ def killed(cache, moment, rebuild=""):
 
 @pytest.mark.slow
 def test_prepare_model_killed_leaves_no_half_model(tmp_path):
-    """A kill leaves no half model, and the next run succeeds."""
     killed(tmp_path, "training")
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
     killed(tmp_path, "saving")
@@ -381,7 +367,6 @@ def test_prepare_model_killed_leaves_no_half_model(tmp_path):
 
 @pytest.mark.slow
 def test_rebuild_killed_leaves_the_old_model(tmp_path):
-    """A kill during a rebuild leaves the old model unchanged."""
     path = prepare_model(TINY, PROBLEMS, tmp_path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     killed(tmp_path, "saving", "rebuild")
@@ -389,7 +374,6 @@ def test_rebuild_killed_leaves_the_old_model(tmp_path):
 
 
 def test_prepare_model_at_once_trains_it_once(tmp_path, monkeypatch):
-    """Runs that need the same model at once train it once."""
     builds = []
 
     def slow_build(config, problems, folder, progress):
@@ -413,14 +397,12 @@ def test_prepare_model_at_once_trains_it_once(tmp_path, monkeypatch):
 
 
 def test_prepare_model_too_long_example_names_the_remedy(tmp_path):
-    """An example longer than the context is refused with the remedy."""
     with pytest.raises(ValueError, match="longest training example has .* raise it to at least"):
         prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), PROBLEMS, tmp_path)
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
 
 
 def test_cached_path_imports_nothing_heavy(tmp_path, torch_forks):
-    """Looking for a cached model imports nothing heavy."""
     code = (
         "import sys; from pathlib import Path\n"
         "from prime_composer.problems import DataConfig, load_problem_set\n"
@@ -435,7 +417,6 @@ def test_cached_path_imports_nothing_heavy(tmp_path, torch_forks):
 
 
 def test_cache_root_follows_the_environment(monkeypatch):
-    """The cache is in the home folder unless the environment names another."""
     monkeypatch.delenv("PRIME_COMPOSER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_root() == Path.home() / ".cache" / "prime_composer"
@@ -463,7 +444,6 @@ def _file(tmp_path):
     ids=["file", "below a file", "long name", "not writable", "home"],
 )
 def test_cache_that_cannot_be_used_is_one_sentence(folder, reason, tmp_path, monkeypatch):
-    """It names the folder, the reason and the variable."""
     monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(folder(tmp_path)))
     with pytest.raises(ValueError, match=rf"{reason}.*set PRIME_COMPOSER_CACHE to") as caught:
         cached_path(TINY, PROBLEMS)
@@ -491,6 +471,5 @@ def test_fine_tuning_that_diverges_is_refused(tmp_path):
     ],
 )
 def test_prepare_config_wrong_value_names_the_key(settings, complaint):
-    """A wrong description is refused, naming the key."""
     with pytest.raises(ValidationError, match=complaint):
         PrepareConfig(**settings)

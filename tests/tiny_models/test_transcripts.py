@@ -101,7 +101,6 @@ def test_tokenizer_of_problems_alone_has_no_template() -> None:
 
 
 def test_example_without_an_assistant_is_refused(tokenizer: Any) -> None:
-    """There would be nothing to learn."""
     with pytest.raises(ValueError, match="no message of the assistant"):
         example_of('[{"role": "user", "content": "1?"}]', tokenizer)
 
@@ -128,14 +127,7 @@ def test_prepared_model_has_the_template(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").is_file()
 
 
-def test_cache_key_of_problems_is_as_before() -> None:
-    """Models that were built before transcripts existed are found again."""
-    problems = load_problem_set({"problems": DataConfig(size=60)})
-    assert cache_key(TINY, problems) == "qwen3-1x16-9fc03001ebe9e450"
-
-
 def test_cache_key_changes_with_a_transcript() -> None:
-    """Another solution is another model, and the same ones are the same."""
     keys = {cache_key(TINY, problems_of(orders)) for orders in (ORDERS[:20], ORDERS[1:21])}
     assert len(keys) == 2
     assert cache_key(TINY, problems_of(ORDERS[:20])) in keys
