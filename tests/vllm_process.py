@@ -20,6 +20,19 @@ QUICK = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.Un
 """Options: the engine computes in its own process, as on one GPU. vLLM gives it another one on a
 CPU, for the affinity of OpenMP's threads, which takes 10 s longer to start."""
 
+SECOND_RUNNER = {
+    "PYTHONPATH": os.pathsep.join(
+        [
+            str(Path(__file__).parent / "second_runner"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    ),
+    "TRITON_INTERPRET": "1",
+    "TRITON_DEFAULT_BACKEND": "cpu",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+}
+"""Environment variables with which a server has vLLM's second model runner, on a CPU."""
+
 
 class VllmProcess:
     """A vLLM server on 127.0.0.1, which can be killed and started again. Entering it waits for it.

@@ -77,8 +77,6 @@ def set_vllm_environment(multiprocessing: bool) -> None:
     if not multiprocessing:
         # The engine shares this process, so that the trainer's weights and the seed reach it.
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-        # The runner that the teacher's scores are computed in (``scoring.patches``).
-        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if built_for_cpu():
         # Log-probs would compile one small kernel, which needs a C++ compiler and 20 s.
         defaults["TORCHDYNAMO_DISABLE"] = "1"

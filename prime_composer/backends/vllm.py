@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +46,7 @@ from prime_composer.backends.protocols import (
 from prime_composer.backends.transformers import window_of
 from prime_composer.scoring import patches
 from prime_composer.scoring.head import head_dtype_of
+from prime_composer.scoring.runners import name_weights
 from prime_composer.scoring.wire import FLOAT32_HEAD
 
 GPU_MEMORY_SHARE = 0.3  # Per engine: sampler, scorer and trainer share one GPU
@@ -144,9 +146,10 @@ class VLLMEngine:
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in prompt order.
 
-        The engine draws from torch's global generator, which is seeded for the call and restored
-        after it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled
-        prompt. A raw engine's log mu is right at temperature 1 and top-p 1, or greedy.
+        The engine draws from torch's global generator, or NumPy's where it has the second model
+        runner. Both are seeded for the call and restored after it. vLLM's seed per request cannot
+        be used on a CPU build beside a partially prefilled prompt. A raw engine's log mu is right
+        at temperature 1 and top-p 1, or greedy.
         """
         check_sequence_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
@@ -166,6 +169,7 @@ class VLLMEngine:
         with preserved_rng():
             torch.manual_seed(seed)
             random.seed(seed)
+            np.random.seed(seed % 2**32)
             outputs = self._run([list(ids) for ids in prompts], request)
         rollouts = []
         origin = f"The engine of {self.model}"
@@ -344,7 +348,7 @@ class PackedWeights:
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         model = worker.get_model()
-        patches.forget_fingerprint(worker.model_runner)
+        name_weights(worker.model_runner)
         self.restore()
         with set_current_vllm_config(worker.vllm_config):
             loaded = model.load_weights(weights)

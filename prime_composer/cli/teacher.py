@@ -35,10 +35,7 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
         names = [name for name in environment["VLLM_PLUGINS"].split(",") if name]
     else:
         names = sorted({e.name for group in LOADED_UNNAMED for e in entry_points(group=group)})
-    return {
-        "VLLM_PLUGINS": ",".join([NAME, *(name for name in names if name != NAME)]),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    }
+    return {"VLLM_PLUGINS": ",".join([NAME, *(name for name in names if name != NAME)])}
 
 
 def server_command(model: str, host: str, port: int, options: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, Room, all_rows
+from prime_composer.scoring.engine import NoRows, Room, all_rows
 from prime_composer.scoring.head import DTYPES_BY_NAME, head_dtype_of
 from prime_composer.scoring.kinds import KINDS
 from prime_composer.scoring.patches import HEAD_METHOD
@@ -85,11 +85,6 @@ class ScoringEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts."""
         config = engine_client.vllm_config
-        if getattr(config, "use_v2_model_runner", False):
-            raise ValueError(
-                f"The scoring plugin of prime_composer needs vLLM's first model runner; set "
-                f"{FIRST_MODEL_RUNNER}."
-            )
         if config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError(
                 "The scoring plugin of prime_composer needs one pipeline stage; set "
@@ -142,7 +137,7 @@ async def score_route(request: Request) -> Response:
             rows_request_of(index, score_request, facts)
             for index in range(len(score_request.sequences))
         ]
-        size = response_size(score_request, rows_requests, facts)
+        size = response_size(rows_requests, facts)
     except OtherVersion:
         return packed(ScoreResponse(NAME, VERSION, facts, []))
     except BadRequest as error:

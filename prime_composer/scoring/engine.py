@@ -21,8 +21,6 @@ T = TypeVar("T")
 _process = secrets.token_hex(8)
 _numbers = itertools.count()  # For names in the engine, which API servers may share
 
-FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
-
 AHEAD = 2  # Engine steps of a request at once: one runs and one waits
 
 LEAST_TOKENS = 64  # What a sequence counts at least, because of what the API server does for each
@@ -113,11 +111,11 @@ async def sequence_rows(
         if tensors is None or str(getattr(tensors[0], "dtype", "")) != "torch.uint8":
             raise NoRows(
                 "The scoring plugin of prime_composer is not active in the engine's processes; "
-                f"set VLLM_PLUGINS={NAME} and {FIRST_MODEL_RUNNER} for all of them."
+                f"set VLLM_PLUGINS={NAME} for all of them."
             )
         description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
         if description:
-            rows = SequenceRows(len(token_ids) - rows_request.start, fields_of(description), data)
+            rows = SequenceRows(rows_request.n, fields_of(description), data)
             return rows, tensors[2].numpy().tobytes().decode()
     raise NoRows("vLLM left rows of the prompt out, without a cache")
 

@@ -1,13 +1,9 @@
-"""Where the plugin enters vLLM: one record per layout, found by what vLLM has, not by its version.
-
-vLLM 0.26 to 0.32 share one layout, that of their first model runner.
-"""
+"""Where the plugin enters vLLM: a record per module, which is checked against what vLLM has."""
 
 import functools
 import importlib.abc
 import importlib.util
 import inspect
-import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,65 +16,28 @@ from torch import Tensor
 
 from prime_composer.lm_head import head_logits
 from prime_composer.scoring.head import worker_head
+from prime_composer.scoring.runners import name_weights, patch_first_runner, patch_second_runner
 from prime_composer.scoring.wire import NAME
-from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
+from prime_composer.scoring.worker import RowsRequest
 
 HEAD_METHOD = "prime_composer_head"  # ``head.worker_head`` among the methods of vLLM's worker
-
-ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update", "wake_up")
 """Methods of vLLM's worker, where it has them, after which its weights may be others."""
 
 _PATCHED = "_prime_composer_was_here"
-_FINGERPRINT = "_prime_composer_fingerprint"
 
 
 class UnknownVllm(RuntimeError):
-    """This vLLM has no layout that is known here."""
+    """A module of this vLLM is not as known here."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What of vLLM is read and replaced; ``surface`` has the parameters that methods must have."""
+class Patch:
+    """What of one module of vLLM is replaced, and the parameters that its methods must have."""
 
-    name: str
-    surface: dict[str, dict[str, tuple[str, ...]]]
-    patches: dict[str, Callable[[ModuleType], None]]
-
-
-def patch_runner(module: ModuleType) -> None:
-    """Let ``GPUModelRunner`` answer marked requests itself; all others are vLLM's."""
-    from vllm.v1.outputs import LogprobsTensors
-
-    runner_class: Any = module.GPUModelRunner
-    theirs = runner_class._get_prompt_logprobs_dict
-
-    def tensors_of(progress: Progress, fingerprint: str) -> Any:
-        return LogprobsTensors(*progress.payload(), uint8(fingerprint.encode()))
-
-    def _get_prompt_logprobs_dict(
-        self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
-    ) -> dict[str, Any]:
-        pending: dict[str, int] = self.num_prompt_logprobs
-        rows_requests = {
-            request_id: rows_request
-            for request_id in pending
-            if (rows_request := RowsRequest.of(self.requests[request_id].sampling_params))
-            is not None
-        }
-        if not rows_requests:
-            return theirs(self, hidden_states, num_scheduled_tokens)
-        held = {request_id: pending.pop(request_id) for request_id in rows_requests}
-        found = theirs(self, hidden_states, num_scheduled_tokens) if pending else {}
-        done = answer_prompts(self, rows_requests, hidden_states, num_scheduled_tokens)
-        pending.update({name: count for name, count in held.items() if name not in done})
-        name = fingerprint_of(self)
-        return found | {
-            request_id: tensors_of(progress, name) for request_id, progress in done.items()
-        }
-
-    runner_class._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+    apply: Callable[[ModuleType], None]
+    surface: dict[str, tuple[str, ...]]
 
 
 def patch_rotary(module: ModuleType) -> None:
@@ -101,21 +60,8 @@ def patch_rotary(module: ModuleType) -> None:
     rotary.forward_cpu = forward_cpu
 
 
-def fingerprint_of(runner: Any) -> str:
-    """Return the name of this process and of its last load of weights."""
-    if not hasattr(runner, _FINGERPRINT):
-        setattr(runner, _FINGERPRINT, secrets.token_hex(8))
-    name: str = getattr(runner, _FINGERPRINT)
-    return name
-
-
-def forget_fingerprint(runner: Any) -> None:
-    """Let a runner whose weights may be others now have another name."""
-    vars(runner).pop(_FINGERPRINT, None)
-
-
 def patch_loads(module: ModuleType) -> None:
-    """Let every load of weights forget the runner's fingerprint."""
+    """Let every load of weights give the runner's another name."""
     worker: Any = module.Worker
 
     def forgetting(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +70,7 @@ def patch_loads(module: ModuleType) -> None:
             try:
                 return load(self, *args, **kwargs)
             finally:  # half of a load is another one too
-                forget_fingerprint(self.model_runner)
+                name_weights(self.model_runner)
 
         return loaded
 
@@ -181,39 +127,45 @@ def patch_worker(module: ModuleType) -> None:
     setattr(module.WorkerBase, HEAD_METHOD, worker_head)
 
 
-LAYOUTS = (
-    Layout(
-        "the model runner V1 of vLLM 0.26 to 0.32",
+PATCHES = {
+    "vllm.v1.worker.gpu_model_runner": Patch(
+        patch_first_runner,
         {
-            "vllm.v1.worker.gpu_model_runner": {
-                "GPUModelRunner._get_prompt_logprobs_dict": (
-                    "self", "hidden_states", "num_scheduled_tokens"
-                ),
-            },
-            "vllm.v1.engine.logprobs": {
-                "LogprobsProcessor.from_new_request": ("tokenizer", "request"),
-                "LogprobsProcessor._update_prompt_logprobs": ("self", "prompt_logprobs_tensors"),
-            },
-            "vllm.v1.worker.gpu_worker": {"Worker.get_model": ("self",)},
-            "vllm.v1.worker.worker_base": {"WorkerBase.get_model": ("self",)},
-            "vllm.model_executor.layers.logits_processor": {},
-            ROTARY: {"RotaryEmbedding.forward_cpu": ("self", "positions", "query", "key")},
-        },
-        {
-            "vllm.v1.worker.gpu_model_runner": patch_runner,
-            "vllm.v1.engine.logprobs": patch_processor,
-            "vllm.v1.worker.gpu_worker": patch_loads,
-            "vllm.v1.worker.worker_base": patch_worker,
-            "vllm.model_executor.layers.logits_processor": patch_logits,
-            ROTARY: patch_rotary,
+            "GPUModelRunner._get_prompt_logprobs_dict": (
+                "self", "hidden_states", "num_scheduled_tokens"
+            ),
         },
     ),
-)  # fmt: skip
+    "vllm.v1.worker.gpu.sample.prompt_logprob": Patch(
+        patch_second_runner,
+        {
+            "PromptLogprobsWorker.add_request": ("self", "req_id", "req_idx", "sampling_params"),
+            "PromptLogprobsWorker.remove_request": ("self", "req_id"),
+            "PromptLogprobsWorker.compute_prompt_logprobs": (
+                "self", "logits_fn", "hidden_states", "input_batch", "all_token_ids",
+                "num_computed_tokens", "prompt_lens",
+            ),
+        },
+    ),
+    "vllm.v1.engine.logprobs": Patch(
+        patch_processor,
+        {
+            "LogprobsProcessor.from_new_request": ("tokenizer", "request"),
+            "LogprobsProcessor._update_prompt_logprobs": ("self", "prompt_logprobs_tensors"),
+        },
+    ),
+    "vllm.v1.worker.gpu_worker": Patch(patch_loads, {"Worker.get_model": ("self",)}),
+    "vllm.v1.worker.worker_base": Patch(patch_worker, {"WorkerBase.get_model": ("self",)}),
+    "vllm.model_executor.layers.logits_processor": Patch(patch_logits, {}),
+    "vllm.model_executor.layers.rotary_embedding.base": Patch(
+        patch_rotary, {"RotaryEmbedding.forward_cpu": ("self", "positions", "query", "key")}
+    ),
+}  # fmt: skip
 
 
 def install_patches() -> None:
     """Patch the modules of vLLM that are loaded, others once they are. Twice is harmless."""
-    for name in {name for layout in LAYOUTS for name in layout.patches}:
+    for name in PATCHES:
         if name in sys.modules:
             patch(sys.modules[name])
         elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -224,18 +176,15 @@ def patch(module: ModuleType) -> None:
     """Patch one module of vLLM, once."""
     if hasattr(module, _PATCHED):
         return
-    missing = []
-    for layout in LAYOUTS:
-        lacking = lacks(module, layout.surface.get(module.__name__, {}))
-        if not lacking:
-            layout.patches[module.__name__](module)
-            setattr(module, _PATCHED, layout.name)
-            return
-        missing.append(f"{layout.name} needs {', '.join(lacking)}")
-    raise UnknownVllm(
-        f"The scoring plugin of prime_composer does not fit {module.__name__} of this vLLM: "
-        f"{'; '.join(missing)}. Install vLLM 0.26 to 0.32, or take {NAME} out of VLLM_PLUGINS."
-    )
+    known = PATCHES[module.__name__]
+    if lacking := lacks(module, known.surface):
+        raise UnknownVllm(
+            f"The scoring plugin of prime_composer does not fit {module.__name__} of this vLLM, "
+            f"which lacks {', '.join(lacking)}. Install vLLM 0.26 to 0.33, or take {NAME} out of "
+            "VLLM_PLUGINS."
+        )
+    known.apply(module)
+    setattr(module, _PATCHED, True)
 
 
 def lacks(module: ModuleType, surface: dict[str, tuple[str, ...]]) -> list[str]:
@@ -262,7 +211,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Iterable[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find, with a loader that patches the module."""
-        if fullname in self._asked or not any(fullname in layout.patches for layout in LAYOUTS):
+        if fullname in self._asked or fullname not in PATCHES:
             return None
         self._asked.add(fullname)  # the other finders are asked through the same list
         try:

@@ -143,7 +143,7 @@ def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> Ro
     if wrong:
         raise BadRequest(f"{place}: {wrong}")
     try:
-        return RowsRequest(sequence.start, requests_of(sequence, score_request, facts))
+        return RowsRequest(sequence.start, length, requests_of(sequence, score_request, facts))
     except ValueError as error:
         raise BadRequest(f"{place}, {error}") from None
 
@@ -156,15 +156,13 @@ def requests_of(
     return tuple(request for name in score_request.kinds if (request := found[name]) is not None)
 
 
-def response_size(
-    score_request: ScoreRequest, rows_requests: list[RowsRequest], facts: Facts
-) -> int:
+def response_size(rows_requests: list[RowsRequest], facts: Facts) -> int:
     """Return how many bytes a response's arrays have."""
     rows = size = 0
-    for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True):
-        rows += sequence.rows
+    for rows_request in rows_requests:
         asked = ((KINDS[one.kind], one.k) for one in rows_request.requests)
-        size += sequence.rows * row_bytes(asked, facts)
+        rows += rows_request.n
+        size += rows_request.n * row_bytes(asked, facts)
     if size > MOST_RESPONSE_BYTES:
         raise TooLarge(
             f"The response would have {size:,} bytes, {size // rows:,} for each token of interest, "

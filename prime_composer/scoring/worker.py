@@ -34,7 +34,13 @@ class RowsRequest(msgspec.Struct, frozen=True):
     """What a marked request asks for. Whoever makes one has checked it against the prompt."""
 
     start: int  # position of the first token of interest
+    stop: int  # the prompt's length: the tokens up to its end are of interest
     requests: tuple[KindRequest, ...]  # what it asks of each kind, for all rows
+
+    @property
+    def n(self) -> int:
+        """Rows of interest."""
+        return self.stop - self.start
 
     def mark(self) -> dict[str, bytes]:
         """Return a request's extra arguments: bytes, so that no JSON body of another route can."""
@@ -53,8 +59,6 @@ class Progress:
     """The rows of one request so far; a long prompt is prefilled in pieces."""
 
     rows_request: RowsRequest
-    first: int  # index of the first row of interest; row i predicts token i + 1
-    n: int  # number of rows of interest
     arrays: dict[str, Tensor] = field(default_factory=dict)  # all rows by name, on the CPU
     # the arrays' bytes, of which they are views
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -75,16 +79,17 @@ class Progress:
 
     def _make_arrays(self, pieces: dict[str, Tensor]) -> None:
         """Make room for all rows, the widest dtypes first, so that each array is aligned."""
+        n = self.rows_request.n
         order = sorted(pieces, key=lambda name: -pieces[name].itemsize)
-        sizes = [self.n * pieces[name][0].numel() * pieces[name].itemsize for name in order]
+        sizes = [n * pieces[name][0].numel() * pieces[name].itemsize for name in order]
         self.data = torch.empty(sum(sizes), dtype=torch.uint8)
         for name, part in zip(order, self.data.split(sizes), strict=True):
             rows = part.view(pieces[name].dtype)
-            self.arrays[name] = rows.view(self.n, *pieces[name].shape[1:])
+            self.arrays[name] = rows.view(n, *pieces[name].shape[1:])
 
     @property
     def is_whole(self) -> bool:
-        return not self.has_gap and self.next_row == self.n
+        return not self.has_gap and self.next_row == self.rows_request.n
 
     def payload(self) -> tuple[Tensor, Tensor]:
         """Return the description and the bytes of all arrays, as uint8."""
@@ -110,7 +115,7 @@ class Piece:
 
     begin: int  # its first row in the batch's hidden states
     row: int  # its first row's place among the request's rows of interest
-    next_ids: Sequence[int]  # the tokens that followed, one per row
+    next_ids: Int[Tensor, " count"]  # the tokens that followed, one per row
     progress: Progress  # the request's
 
     @property
@@ -119,7 +124,7 @@ class Piece:
 
     def numbers(self, index: int) -> NDArray[np.int32] | None:
         """Return what the request of this index says of these rows, [count, m]."""
-        numbers = self.progress.rows_request.requests[index].per_row(self.progress.n)
+        numbers = self.progress.rows_request.requests[index].per_row(self.progress.rows_request.n)
         return None if numbers is None else numbers[self.row : self.row + self.count]
 
 
@@ -127,8 +132,8 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
     """Return name -> array, views of ``data``, from an engine in this process, ``n`` rows each."""
     if description.dtype != torch.uint8:
         raise ValueError(
-            "vLLM answered without the scoring code of prime_composer, from another model runner; "
-            "set VLLM_USE_V2_MODEL_RUNNER=0."
+            "vLLM answered without the scoring code of prime_composer, as from a model runner of "
+            "another platform; use a vLLM of CPU or CUDA."
         )
     if not len(description):
         raise ValueError("vLLM left rows of the prompt out")
@@ -147,42 +152,39 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
     return arrays
 
 
-def answer_prompts(
-    runner: Any,
-    rows_requests: dict[str, RowsRequest],
+@dataclass(frozen=True)
+class Prefill:
+    """What one batch computes of a marked request's prompt."""
+
+    progress: Progress
+    prompt: Sequence[int] | Int[Tensor, " longest"]  # its ids, and maybe more behind them
+    before: int  # how many of its tokens earlier batches computed
+    count: int  # how many this batch computes
+    begin: int  # its first row in the batch's hidden states
+
+
+def answer_batch(
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
     hidden_states: Tensor,
-    scheduled: dict[str, int],
+    prefills: dict[str, Prefill],
 ) -> dict[str, Progress]:
     """Compute the rows of marked requests in one batch; return the requests that are complete."""
-    done: dict[str, Progress] = {}
     groups: dict[tuple[Any, ...], list[Piece]] = {}
-    for request_id, rows_request in rows_requests.items():
-        count = scheduled.get(request_id)
-        if count is None:
-            continue
-        request = runner.requests[request_id]
-        prompt, before = request.prompt_token_ids, request.num_computed_tokens
-        progress = request.in_progress_prompt_logprobs_cpu
-        if progress is None:
-            progress = Progress(
-                rows_request, rows_request.start - 1, len(prompt) - rows_request.start
-            )
-            request.in_progress_prompt_logprobs_cpu = progress
-        low, high = max(progress.first, before), min(before + count, len(prompt) - 1)
+    done: dict[str, Progress] = {}
+    for name, prefill in prefills.items():
+        progress, before, after = prefill.progress, prefill.before, prefill.before + prefill.count
+        asked = progress.rows_request
+        # Row i predicts token i + 1.
+        low, high = max(asked.start - 1, before), min(after, asked.stop - 1)
         if high > low:
-            index = runner.input_batch.req_id_to_index[request_id]
-            shift = runner.query_start_loc.np[index].item() - before
-            next_ids = prompt[low + 1 : high + 1]
-            piece = Piece(shift + low, low - progress.first, next_ids, progress)
-            alike = tuple(request.group(progress.n) for request in rows_request.requests)
-            groups.setdefault(alike, []).append(piece)
-        if before + count >= len(prompt):
-            done[request_id] = progress
-            request.in_progress_prompt_logprobs_cpu = None
+            next_ids = torch.as_tensor(prefill.prompt[low + 1 : high + 1])
+            piece = Piece(prefill.begin - before + low, low + 1 - asked.start, next_ids, progress)
+            groups.setdefault(tuple(one.group(asked.n) for one in asked.requests), []).append(piece)
+        if after >= asked.stop:
+            done[name] = progress
     for group in groups.values():
-        answer_group(
-            runner.model.compute_logits, runner.model_config.get_vocab_size(), hidden_states, group
-        )
+        answer_group(head, vocab_size, hidden_states, group)
     return done
 
 
@@ -201,7 +203,7 @@ def answer_group(
     device, requests = hidden_states.device, group[0].progress.rows_request.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-    next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
+    next_ids = torch.cat([piece.next_ids for piece in group]).to(device, torch.int64)
     numbers = [
         joined_numbers([piece.numbers(index) for piece in group]) for index in range(len(requests))
     ]

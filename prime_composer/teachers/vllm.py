@@ -89,7 +89,9 @@ class VLLMScorer:
                 prompt_logprobs=0,
                 detokenize=False,
                 extra_args=RowsRequest(
-                    sequence.start, (request, *(KindRequest(one.name) for one in beside))
+                    sequence.start,
+                    len(sequence.token_ids),
+                    (request, *(KindRequest(one.name) for one in beside)),
                 ).mark(),
             )
             for sequence, request in zip(sequences, asked, strict=True)

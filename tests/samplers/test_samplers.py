@@ -103,7 +103,7 @@ def test_greedy_is_the_argmax_with_log_mu_zero(sampler, models, plain_logprobs):
 def test_generate_stops_at_eos_or_truncates(sampler):
     """EOS and stop tokens are part of the rollout and end it; the others run out of tokens."""
     free = sampler.generate(PROMPTS, SamplingParams(n=4, max_tokens=12), seed=3)
-    stop = free[0].completion_ids[4]
+    stop = next(one.completion_ids[4] for one in free if len(one.completion_ids) > 4)
     rollouts = sampler.generate(
         PROMPTS, SamplingParams(n=16, max_tokens=12, stop_token_ids=(stop, 60, 61, 62)), seed=3
     )

@@ -31,7 +31,6 @@ class Engine:
     def __init__(self):
         self.model_config = CONFIG
         self.vllm_config = SimpleNamespace(
-            use_v2_model_runner=False,
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             cache_config=SimpleNamespace(block_size=2, kv_sharing_fast_prefill=False),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
@@ -52,8 +51,7 @@ class Engine:
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        n = len(tokens) - rows_request.start
-        progress = Progress(rows_request, rows_request.start - 1, n)
+        n, progress = rows_request.n, Progress(rows_request)
         if not (self.gap and not params.skip_reading_prefix_cache):
             progress.write(0, {"sampled": -torch.arange(n, dtype=torch.float32)})
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])

@@ -46,12 +46,12 @@ class Rows(Engine):
         """Answer in two pieces of the prompt."""
         rows_request, ids = RowsRequest.of(params), prompt["prompt_token_ids"]
         self.asked.append(rows_request)
-        first, n = rows_request.start - 1, len(ids) - rows_request.start
-        progress, half = Progress(rows_request, first, n), n // 2
+        first, n, progress = rows_request.start - 1, rows_request.n, Progress(rows_request)
+        half = n // 2
         for rows in (range(half), range(half, n)):
             if rows:
                 next_ids = ids[rows_request.start + rows.start : rows_request.start + rows.stop]
-                piece = Piece(first + rows.start, rows.start, next_ids, progress)
+                piece = Piece(first + rows.start, rows.start, torch.tensor(next_ids), progress)
                 states = self.table[torch.tensor(ids)]
                 answer_group(lambda h: h @ self.weight.T, len(self.weight), states, [piece])
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])

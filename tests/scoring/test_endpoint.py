@@ -144,7 +144,7 @@ def test_question_for_an_adapter_is_not_found(app, engine):
 def test_reason_of_the_worker_is_answered_and_not_asked_again(app, engine):
     async def generate(prompt, params, request_id):
         error = {"type": "OutOfMemoryError", "text": "3 GiB"}
-        progress = Progress(RowsRequest.of(params), 0, 2, error=error)
+        progress = Progress(RowsRequest.of(params), error=error)
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
     engine.generate = generate
@@ -181,13 +181,12 @@ def test_engine_without_the_plugin_is_named(app, engine):
     engine.generate = generate
     answer = post(app, question(GOOD))
     # A client asks again after a 500, and waits for a server that comes back.
-    assert answer.status_code == 501 and "VLLM_USE_V2_MODEL_RUNNER=0" in answer.text
+    assert answer.status_code == 501 and "VLLM_PLUGINS=prime_composer" in answer.text
 
 
 @pytest.mark.parametrize(
     ("part", "setting", "value", "words"),
     [
-        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
         ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
     ],

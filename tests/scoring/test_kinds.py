@@ -1,13 +1,13 @@
 """Each kind of answer against float64, and the worker's book-keeping with a stand-in for vLLM's
 runner."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from prime_composer.scoring import worker
+from prime_composer.scoring import runners, worker
 from prime_composer.scoring.kinds import (
     GIVEN,
     HIDDEN,
@@ -19,7 +19,8 @@ from prime_composer.scoring.kinds import (
     KindRequest,
     largest,
 )
-from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, read_payload
+from prime_composer.scoring.runners import answer_first, name_weights
+from prime_composer.scoring.worker import Progress, RowsRequest, read_payload
 
 V, D = 300, 16
 OWN = KindRequest("sampled")
@@ -88,8 +89,8 @@ def test_largest_are_torchs(k):
     assert torch.equal(logits.gather(1, ids), values)
 
 
-class Runner:
-    """What the worker reads of vLLM's runner, for requests that come in pieces.
+class FirstRunner:
+    """What is read of vLLM's first runner, for requests that come in pieces.
 
     Args:
         weight: of the output head.
@@ -118,17 +119,91 @@ class Runner:
             positions = range(first, first + count)
             states.append(hidden_of((p, request.prompt_token_ids[p]) for p in positions))
             starts.append(starts[-1] + count)
-        self.input_batch = SimpleNamespace(
-            req_id_to_index={name: index for index, name in enumerate(scheduled)}
-        )
-        self.query_start_loc = SimpleNamespace(np=np.array(starts))
-        rows_requests = {n: w for n, w in self.rows_requests.items()}
-        done = answer_prompts(self, rows_requests, torch.cat(states), scheduled)
+        done = self.answer(torch.cat(states), scheduled, np.array(starts))
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
         for name in done:
             del self.rows_requests[name]
         return done
+
+    def answer(self, states, scheduled, starts):
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={name: index for index, name in enumerate(scheduled)}
+        )
+        self.query_start_loc = SimpleNamespace(np=starts)
+        return answer_first(self, dict(self.rows_requests), states, scheduled)
+
+    def preempt(self, name):
+        self.requests[name].num_computed_tokens = 0
+        assert answer_first(self, dict(self.rows_requests), torch.zeros(0, D), {}) == {}
+
+
+class PromptLogprobsWorker:
+    """What is replaced of vLLM's second runner."""
+
+    def __init__(self):
+        self.uses_prompt_logprobs = np.zeros(64, dtype=bool)
+
+    def add_request(self, req_id, req_idx, sampling_params):
+        self.uses_prompt_logprobs[req_idx] = True
+
+    def remove_request(self, req_id):
+        """Theirs."""
+
+    def compute_prompt_logprobs(self, *batch):
+        assert not self.uses_prompt_logprobs.any()  # vLLM would compute the whole prompt's
+        return {}
+
+
+prompt_logprob = ModuleType("prompt_logprob")
+prompt_logprob.PromptLogprobsWorker = PromptLogprobsWorker
+runners.patch_second_runner(prompt_logprob)
+
+
+class SecondRunner(FirstRunner):
+    """The same of the second runner, whose slots are in another order than its batch."""
+
+    def __init__(self, weight, requests):
+        super().__init__(weight, requests)
+        self.prompt_logprobs_worker = PromptLogprobsWorker()
+        name_weights(self)
+        self.slots = {name: len(requests) - 1 - i for i, name in enumerate(requests)}
+        self.ids = torch.zeros(len(requests), 64, dtype=torch.int32)
+        self.lengths = np.zeros(len(requests), dtype=np.int32)
+        for name, (tokens, _) in requests.items():
+            slot = self.slots[name]
+            self.ids[slot, : len(tokens)], self.lengths[slot] = torch.tensor(tokens), len(tokens)
+            self.add(name)
+
+    def add(self, name):
+        params = SimpleNamespace(extra_args=self.rows_requests[name].mark())
+        self.prompt_logprobs_worker.add_request(name, self.slots[name], params)
+
+    def answer(self, states, scheduled, starts):
+        before = [self.requests[name].num_computed_tokens for name in scheduled]
+        batch = SimpleNamespace(
+            req_ids=[*scheduled],
+            idx_mapping_np=np.array([self.slots[name] for name in scheduled]),
+            num_computed_prefill_tokens_np=np.array(before),
+            num_scheduled_tokens=np.array([*scheduled.values()]),
+            query_start_loc_np=starts,
+        )
+        return self.prompt_logprobs_worker.compute_prompt_logprobs(
+            self.model.compute_logits, states, batch, self.ids, None, self.lengths
+        )
+
+    def preempt(self, name):
+        self.prompt_logprobs_worker.remove_request(name)
+        self.requests[name].num_computed_tokens = 0
+        self.add(name)
+
+
+@pytest.fixture(scope="module", params=[FirstRunner, SecondRunner])
+def runner_class(request):
+    """Both model runners; the rows of the second one are not made vLLM's tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runners, "tensors_of", lambda progress, runner: progress)
+        yield request.param
 
 
 def check(progress: Progress, weight, tokens, rows_request):
@@ -144,7 +219,7 @@ def check(progress: Progress, weight, tokens, rows_request):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
-def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
+def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes, monkeypatch):
     """Different starts, K and lengths in one batch, pieces of every size, blocks of few rows."""
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", block_bytes)
     generator = np.random.default_rng(0)
@@ -153,8 +228,11 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
         tokens = generator.integers(0, V, int(generator.integers(2, 40))).tolist()
         start = int(generator.integers(1, len(tokens)))
         k = int(generator.choice([0, 1, 8]))
-        requests[f"r{index}"] = tokens, RowsRequest(start, (OWN, top(k)) if k else (OWN,))
-    runner, done = Runner(weight, requests), {}
+        requests[f"r{index}"] = (
+            tokens,
+            RowsRequest(start, len(tokens), (OWN, top(k)) if k else (OWN,)),
+        )
+    runner, done = runner_class(weight, requests), {}
     while len(done) < len(requests):
         scheduled = {}
         for name, (tokens, _) in requests.items():
@@ -167,20 +245,19 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
         check(done[name], weight, tokens, rows_request)
 
 
-def test_preempted_prompt_starts_over(weight):
-    tokens, rows_request = list(range(10)), RowsRequest(2, (OWN,))
-    runner = Runner(weight, {"r": (tokens, rows_request)})
+def test_preempted_prompt_starts_over(runner_class, weight):
+    tokens, rows_request = list(range(10)), RowsRequest(2, 10, (OWN,))
+    runner = runner_class(weight, {"r": (tokens, rows_request)})
     assert runner.step({"r": 6}) == {}
-    runner.requests["r"].num_computed_tokens = 0
-    assert answer_prompts(runner, {"r": rows_request}, torch.zeros(0, D), {}) == {}
+    runner.preempt("r")
     check(runner.step({"r": 10})["r"], weight, tokens, rows_request)
 
 
-def test_rows_in_a_prefix_cache_are_noticed(weight):
+def test_rows_in_a_prefix_cache_are_noticed(runner_class, weight):
     """The cache had the first 5 tokens: with a start before 6, rows are missing."""
     tokens = list(range(10))
     for start, is_whole in ((6, True), (5, False), (1, False)):
-        runner = Runner(weight, {"r": (tokens, RowsRequest(start, (OWN,)))})
+        runner = runner_class(weight, {"r": (tokens, RowsRequest(start, 10, (OWN,)))})
         runner.requests["r"].num_computed_tokens = 5
         (progress,) = runner.step({"r": 5}).values()
         assert progress.is_whole is is_whole
@@ -189,7 +266,7 @@ def test_rows_in_a_prefix_cache_are_noticed(weight):
                 read_payload(*progress.payload(), len(tokens) - start)
 
 
-def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
+def test_kind_that_fails_costs_its_own_requests_alone(runner_class, weight, monkeypatch):
     """The other requests of the batch get their rows, and the engine goes on."""
     calls = []
 
@@ -200,8 +277,8 @@ def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
     monkeypatch.setitem(KINDS, "top_k", SimpleNamespace(arrays=failing, scratch=lambda _: 0))
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
     tokens = list(range(10))
-    rows_requests = {"r": RowsRequest(2, (top(4),)), "s": RowsRequest(2, (OWN,))}
-    runner = Runner(
+    rows_requests = {"r": RowsRequest(2, 10, (top(4),)), "s": RowsRequest(2, 10, (OWN,))}
+    runner = runner_class(
         weight, {name: (tokens, rows_request) for name, rows_request in rows_requests.items()}
     )
     done = runner.step({"r": 10, "s": 10})
@@ -212,26 +289,28 @@ def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
     assert len(calls) == 8
 
 
-def test_head_that_fails_is_vllms_own_error(weight):
+def test_head_that_fails_is_vllms_own_error(runner_class, weight):
     def head(hidden):
         raise RuntimeError("a worker is gone")
 
-    runner = Runner(weight, {"r": ([1, 2, 3], RowsRequest(1, (OWN,)))})
+    runner = runner_class(weight, {"r": ([1, 2, 3], RowsRequest(1, 3, (OWN,)))})
     runner.model.compute_logits = head
     with pytest.raises(HeadFailed):
         runner.step({"r": 3})
 
 
 def test_answer_of_another_runner_is_named():
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ValueError, match="without the scoring code"):
         read_payload(torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2), 4)
 
 
-def test_given_ids_follow_their_rows(weight):
+def test_given_ids_follow_their_rows(runner_class, weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
-    rows_request = RowsRequest(3, (OWN, KindRequest("given", 3, numbers=given.tobytes())))
-    runner = Runner(weight, {"r": (tokens, rows_request), "s": (tokens, RowsRequest(1, (OWN,)))})
+    rows_request = RowsRequest(3, 10, (OWN, KindRequest("given", 3, numbers=given.tobytes())))
+    runner = runner_class(
+        weight, {"r": (tokens, rows_request), "s": (tokens, RowsRequest(1, 10, (OWN,)))}
+    )
     runner.step({"r": 4, "s": 10})
     (progress,) = runner.step({"r": 6}).values()
     expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
@@ -243,5 +322,5 @@ def test_given_ids_follow_their_rows(weight):
 def test_other_requests_are_not_marked(extra):
     """What a JSON body can hold is no mark, so that only the plugin's own route makes one."""
     assert RowsRequest.of(SimpleNamespace(extra_args=extra)) is None
-    rows_request = RowsRequest(3, (OWN, top(2)))
+    rows_request = RowsRequest(3, 8, (OWN, top(2)))
     assert RowsRequest.of(SimpleNamespace(extra_args=rows_request.mark())) == rows_request

@@ -243,7 +243,7 @@ def test_size_of_an_answer_is_its_real_one(dtype, width):
         one = tokens if "given" in kinds else SequenceRequest(tokens.token_ids, 1)
         asked = ScoreRequest(VERSION, [one], kinds, k)
         rows_requests = [requests.rows_request_of(0, asked, facts)]
-        assert requests.response_size(asked, rows_requests, facts) == 10 * size
+        assert requests.response_size(rows_requests, facts) == 10 * size
 
 
 def test_long_rollouts_fit_into_an_answer():
@@ -251,13 +251,12 @@ def test_long_rollouts_fit_into_an_answer():
     facts = Facts("m", 100, 8192, 2**18, "bfloat16", [*KINDS], "0.32.0")
     kinds = ["sampled", "top_k", "hidden"]
     for length, fits in ((131_072, True), (261_000, True), (263_000, False)):
-        asked = ScoreRequest(VERSION, [SequenceRequest([5] * length, 1)], kinds, 1)
         rows_requests = [
-            RowsRequest(1, tuple(KindRequest(name, int(name == "top_k")) for name in kinds))
+            RowsRequest(1, length, tuple(KindRequest(name, int(name == "top_k")) for name in kinds))
         ]
         if fits:
-            size = requests.response_size(asked, rows_requests, facts)
+            size = requests.response_size(rows_requests, facts)
             assert size == (length - 1) * (12 + 2 * 8192)
         else:
             with pytest.raises(TooLarge, match="16,396 for each token .* at most 4,294,967,295"):
-                requests.response_size(asked, rows_requests, facts)
+                requests.response_size(rows_requests, facts)

@@ -11,7 +11,8 @@ import pytest
 
 from prime_composer.cli import teacher
 from prime_composer.scoring import patches
-from prime_composer.scoring.patches import LAYOUTS, UnknownVllm, patch
+from prime_composer.scoring.patches import UnknownVllm, patch
+from prime_composer.scoring.runners import FINGERPRINT
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 
@@ -50,7 +51,7 @@ def test_unknown_layout_is_refused_by_name():
         patch(module_like(RUNNER, GPUModelRunner=GPUModelRunner))
     message = str(error.value)
     assert "_get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens)" in message
-    assert "vLLM 0.26 to 0.32" in message and "VLLM_PLUGINS" in message
+    assert "vLLM 0.26 to 0.33" in message and "VLLM_PLUGINS" in message
     with pytest.raises(UnknownVllm):
         patch(module_like(RUNNER))
 
@@ -59,10 +60,8 @@ def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
     """The runner's module is not imported for it."""
     calls = []
     (tmp_path / "late_runner.py").write_text("class Runner:\n    def work(self, x): return x\n")
-    layout = patches.Layout(
-        "a layout", {"late_runner": {"Runner.work": ("self", "x")}}, {"late_runner": calls.append}
-    )
-    monkeypatch.setattr(patches, "LAYOUTS", (layout,))
+    known = patches.Patch(calls.append, {"Runner.work": ("self", "x")})
+    monkeypatch.setattr(patches, "PATCHES", {"late_runner": known})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for _ in range(2):  # an engine in this process may have installed it before
@@ -90,7 +89,7 @@ def test_modules_of_a_namespace_package_are_imported_beside_the_finder(tmp_path,
 
 @pytest.mark.parametrize("method", ["load_model", "reload_weights", "update_weights", "wake_up"])
 def test_fingerprint_is_another_one_after_each_load(method):
-    """Also after one that failed in the middle. Without a load it stays."""
+    """Also after one that failed in the middle."""
 
     class Worker:
         def __init__(self):
@@ -104,19 +103,15 @@ def test_fingerprint_is_another_one_after_each_load(method):
     setattr(Worker, method, Worker.load)
     patches.patch_loads(module_like("gpu_worker", Worker=Worker))
     worker = Worker()
-    names = [patches.fingerprint_of(worker.model_runner) for _ in range(2)]
     assert getattr(worker, method)() == "loaded"
-    names.append(patches.fingerprint_of(worker.model_runner))
+    names = [getattr(worker.model_runner, FINGERPRINT)]
     with pytest.raises(RuntimeError, match="half"):
         getattr(worker, method)(fails=True)
-    names.append(patches.fingerprint_of(worker.model_runner))
-    assert names[0] == names[1] and len({*names}) == 3
-    assert patches.fingerprint_of(Worker().model_runner) not in names
-
-
-def test_layouts_name_what_they_patch():
-    for layout in LAYOUTS:
-        assert layout.patches.keys() == layout.surface.keys()
+    names.append(getattr(worker.model_runner, FINGERPRINT))
+    another = Worker()
+    getattr(another, method)()
+    names.append(getattr(another.model_runner, FINGERPRINT))
+    assert len({*names}) == 3
 
 
 def command(*options, monkeypatch):
@@ -172,6 +167,6 @@ def test_dotted_overrides_keep_the_float32_head(own, monkeypatch):
 
 def test_server_environment_keeps_the_plugins_that_are_named():
     named = teacher.server_environment({"VLLM_PLUGINS": "prime_rl,prime_composer"})
-    assert named == {"VLLM_PLUGINS": "prime_composer,prime_rl", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert named == {"VLLM_PLUGINS": "prime_composer,prime_rl"}
     found = teacher.server_environment({})["VLLM_PLUGINS"].split(",")
     assert found[0] == "prime_composer" and found.count("prime_composer") == 1

@@ -30,7 +30,7 @@ from prime_composer.scoring.wire import (
 )
 from prime_composer.teachers.server import ServerScorer
 from tests.tiny_qwen import VOCAB, make_model
-from tests.vllm_process import TeacherProcess, save_tokenizer
+from tests.vllm_process import SECOND_RUNNER, TeacherProcess, save_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -56,15 +56,21 @@ def model():
     return make_model(tied=True, seed=3)
 
 
+@pytest.fixture(scope="module", params=["first", "second"])
+def runner(request):
+    """The variables of a server with each of vLLM's model runners."""
+    return {} if request.param == "first" else SECOND_RUNNER
+
+
 @pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
+def server(runner, model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("teacher")
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB)
     options = ["--dtype", "float32", "--enable-chunked-prefill", "--max-num-batched-tokens", 192]
     log = tmp_path_factory.mktemp("log") / "server.log"
     with TeacherProcess(
-        directory, log, *options, VLLM_API_KEY=KEY, VLLM_SERVER_DEV_MODE="1"
+        directory, log, *options, VLLM_API_KEY=KEY, VLLM_SERVER_DEV_MODE="1", **runner
     ) as process:
         yield process
 
@@ -358,7 +364,7 @@ def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
 
 
 @pytest.mark.slow
-def test_preempted_prefills_are_answered_whole(server, rollouts, exact, model, tmp_path):
+def test_preempted_prefills_are_answered_whole(runner, server, rollouts, exact, model, tmp_path):
     """A cache of 8 blocks is too small for the prompts that are prefilled at once, 64 tokens each.
 
     The scheduler throws their blocks away in the middle, and computes them again.
@@ -367,7 +373,7 @@ def test_preempted_prefills_are_answered_whole(server, rollouts, exact, model, t
     options += ["--long-prefill-token-threshold", 64, "--num-gpu-blocks-override", 8]
     options.append("--no-scheduler-reserve-full-isl")
     log = tmp_path / "server.log"
-    with TeacherProcess(server.directory, log, *options, VLLM_API_KEY=KEY) as small:
+    with TeacherProcess(server.directory, log, *options, VLLM_API_KEY=KEY, **runner) as small:
         scorer = ServerScorer(served(small))
         test_scores_equal_torchs_own_forward(scorer, rollouts * 2, exact * 2, 8)
         test_given_ids_get_their_log_probs(scorer, rollouts, exact)
@@ -382,6 +388,6 @@ def test_start_prints_what_to_type_by_hand(server):
     line = next(line for line in server.log.read_text().splitlines() if "VLLM_PLUGINS=" in line)
     variables = dict(word.split("=", 1) for word in line.split() if word.startswith("VLLM_"))
     assert variables["VLLM_PLUGINS"].split(",")[0] == "prime_composer"
-    assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in variables  # vLLM chooses
     assert "--max-logprobs -1" in line and KEY not in line
     assert os.environ.get("VLLM_PLUGINS") is None

@@ -289,20 +289,16 @@ def test_prime_rls_own_launcher_asks_the_doctor(misfit):
 
 
 @pytest.mark.parametrize(
-    "version,runner,expected",
+    "version,expected",
     [
-        ("0.29.0", None, "fits runner V1, which `prime-composer teacher` chooses"),
-        ("0.29.1.dev3+cu13", "0", "fits runner V1"),
-        ("0.32.0", "1", "needs runner V1: unset it"),
-        ("0.25.1", None, "knows 0.26 to 0.32; teachers answer in JSON"),
-        ("0.33.0", None, "knows 0.26 to 0.32"),
-        ("1.0", None, "knows 0.26 to 0.32"),
+        ("0.26.0", "fits"),
+        ("0.33.1.dev3+cu13", "fits"),
+        ("0.25.1", "knows 0.26 to 0.33; teachers answer in JSON"),
+        ("0.34.0", "knows 0.26 to 0.33"),
+        ("1.0", "knows 0.26 to 0.33"),
     ],
 )
-def test_environment_says_which_runner_of_vllm_fits(monkeypatch, version, runner, expected):
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    if runner is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+def test_environment_says_whether_the_plugin_fits_vllm(monkeypatch, version, expected):
     monkeypatch.setattr(doctor, "_version", lambda *names: version)
     assert doctor.installed_versions()["vLLM"].startswith(f"{version}; ")
     assert expected in doctor.installed_versions()["vLLM"]
@@ -310,7 +306,8 @@ def test_environment_says_which_runner_of_vllm_fits(monkeypatch, version, runner
 
 def test_doctor_knows_the_vllms_that_the_plugin_knows():
     first, last = doctor.PLUGIN
-    assert patches.LAYOUTS[0].name.endswith(f"vLLM 0.{first} to 0.{last}")
+    with pytest.raises(patches.UnknownVllm, match=f"vLLM 0.{first} to 0.{last}"):
+        patches.patch(types.ModuleType("vllm.v1.worker.gpu_model_runner"))
 
 
 def test_doctor_offers_every_road():

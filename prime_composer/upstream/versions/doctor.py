@@ -44,7 +44,7 @@ NOT_INSTALLED = (
 INDENT = " " * 9  # Below a capability's name
 
 TOML = Capability("recipes as TOML", ("export",), ())
-PLUGIN = (26, 32)  # First and last minor version of vLLM 0 whose first runner the plugin knows
+PLUGIN = (26, 33)  # First and last minor version of vLLM 0 that the plugin knows
 
 
 @dataclass(frozen=True)
@@ -222,15 +222,13 @@ def _version(*names: str) -> str | None:
 
 
 def _of_vllm(installed_version: str) -> str:
-    """Return whether the scoring plugin fits a vLLM, and which model runner it has."""
+    """Return whether the scoring plugin fits a vLLM."""
     first, last = PLUGIN
     numbers = installed_version.split(".")
     known = numbers[0] == "0" and numbers[1].isdigit() and first <= int(numbers[1]) <= last
     if not known:
         return f"the scoring plugin knows 0.{first} to 0.{last}; teachers answer in JSON"
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        return "VLLM_USE_V2_MODEL_RUNNER is set, and the scoring plugin needs runner V1: unset it"
-    return "the scoring plugin fits runner V1, which `prime-composer teacher` chooses"
+    return "the scoring plugin fits, with either model runner"
 
 
 def run_doctor(road: str, json_output: bool, source: str | None, verbose: bool = False) -> int:
