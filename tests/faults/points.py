@@ -1,6 +1,6 @@
 """Let a run fail at every point where it can: each change of a file, each request, each answer.
 
-    python -m tests.faults.points [--road served|ahead|in_process] [--sample 40 --seed 1] [--list]
+    python -m tests.faults.points [--road served|ahead|in_process] [--sample 40 --seed 1]
 
 A run of three steps is recorded once, and each point gets a name. ``served`` has a teacher with
 the scoring plugin and a tape, and a sampler, both servers (``tests.faults.wire``). ``ahead`` is the
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def words(self) -> str:
-        """What ``--verbose`` prints."""
+        """What is printed."""
         return f"{self.point.name} | {self.fault} | {self.first} | {self.last}"
 
 
@@ -423,26 +423,6 @@ def walk(
             return recorded[0], [trial for found in threads.map(work, roads) for trial in found]
 
 
-def print_table(road: str, points: Sequence[Point], trials: Sequence[Trial]) -> None:
-    """Print how trials ended, by fault."""
-    columns = {
-        "runs": lambda trial: True,
-        WENT_ON: lambda trial: trial.first == WENT_ON,
-        "one sentence": lambda trial: trial.first == "ended",
-        "killed": lambda trial: trial.first == "killed",
-        RESUMED: lambda trial: trial.last == RESUMED,
-        REFUSED: lambda trial: trial.last == REFUSED,
-        WRONG: lambda trial: trial.last == WRONG,
-    }
-    print(f"\n{road}: {len(points)} points")
-    print(f"{'':<18}" + "".join(f"{name:>19}" for name in columns))
-    faults = sorted({trial.fault for trial in trials})
-    for fault in (*faults, "all"):
-        of_fault = [trial for trial in trials if fault in (trial.fault, "all")]
-        counts = (sum(map(column, of_fault)) for column in columns.values())
-        print(f"{fault:<18}" + "".join(f"{count:>19}" for count in counts))
-
-
 def main() -> int:
     """Walk over the points that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -450,10 +430,6 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="so many points and faults; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", default="", help="a pattern that point and fault have to match")
-    parser.add_argument("--list", action="store_true", help="print the points, disturb none")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
-    parser.add_argument("--verbose", action="store_true", help="print every trial")
-    parser.add_argument("--keep", help="a folder for runs; those that went wrong stay there")
     arguments = parser.parse_args()
 
     def choose(points: list[Point]) -> list[tuple[Point, str]]:
@@ -463,28 +439,18 @@ def main() -> int:
         return [pair for pair in pairs if re.search(arguments.only, f"{pair[0].name} {pair[1]}")]
 
     def tell(trial: Trial) -> None:
-        if trial.last == WRONG:
-            print(f"--- wrong: {trial.words}\n{trial.message}\n{trial.detail}\n", flush=True)
-        elif arguments.verbose:
-            more = f" | {trial.detail}" if trial.detail else ""
-            print(f"{trial.words} | {trial.message}{more}", flush=True)
+        print(f"{trial.words} | {trial.message} | {trial.detail}", flush=True)
 
-    forks = child.server()
-    wrong = False
+    forks, wrong = child.server(), 0
     with tempfile.TemporaryDirectory(prefix="prime_composer_points_") as name:
-        folder = Path(arguments.keep or name).resolve()
-        os.environ["PRIME_COMPOSER_CACHE"] = str(folder / "cache")
+        os.environ["PRIME_COMPOSER_CACHE"] = f"{name}/cache"
         for road in arguments.road:
-            if arguments.list:
-                with opened(road, folder / road, forks) as one:
-                    for point in one.record():
-                        print(f"{point.name}: {', '.join(point.faults())}")
-                continue
-            points, trials = walk(road, folder, forks, arguments.jobs, choose, tell)
-            print_table(road, points, trials)
-            wrong = wrong or any(trial.last == WRONG for trial in trials)
+            points, trials = walk(road, Path(name).resolve(), forks, 2, choose, tell)
+            ended = Counter(trial.last for trial in trials)
+            print(f"{road}: {len(points)} points, {len(trials)} runs: {dict(ended)}")
+            wrong += ended[WRONG]
     forks.close()
-    return int(wrong)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.compare import differences
 from tests.faults.points import ROADS, WRONG, Point, Road, models, opened, pairs_of, sample_of, walk
 from tests.faults.watched import BROKEN, FULL, KILL, SIZE, UNWATCHED, Plan, read_log
 from tests.fork_server import ForkServer
@@ -91,51 +90,32 @@ def test_watched_names_every_change_of_a_file(written: Any) -> None:
     ] or sorted(names[7:9]) == ["unlink folder/renamed #1", "unlink folder/second #1"]
 
 
-def test_watched_full_disk_stays_full(written: Any, tmp_path: Path) -> None:
-    """Half of a write arrives. What needs no room goes on."""
-    status, output, names = written("write folder/second #1", FULL)
-    assert status == 0 and output == "28 None\n" and names[-1] == "rmdir folder #1"
-
-
-def test_watched_kill_leaves_half_of_a_write(written: Any, tmp_path: Path) -> None:
-    """The process dies as by SIGKILL."""
-    status, _, names = written("write folder/second #1", KILL)
-    assert status == -9 and names[-1] == "write folder/second #1"
-    assert (tmp_path / "folder" / "second").read_bytes() == b"y" * 5
-
-
-def test_watched_broken_disk_fails_once(written: Any, tmp_path: Path) -> None:
-    """A rename that fails changes nothing."""
-    status, _, names = written("rename folder/text -> folder/renamed #1", BROKEN)
-    assert status == 1 and names[-1] == "rename folder/text -> folder/renamed #1"
-    assert (tmp_path / "folder" / "text").read_bytes() == b"x" * 100
-
-
-def test_points_are_those_of_another_recording(recorded: tuple[Road, list[Point]]) -> None:
-    """Names know no folder, process or order of requests that are sent at once."""
-    road, points = recorded
-    assert road.record() == points
-
-
-def test_second_run_with_a_tape_asks_its_teacher_nothing(
-    recorded: tuple[Road, list[Point]],
+@pytest.mark.parametrize(
+    ("point", "fault", "ended", "last", "left"),
+    [
+        # Half of a write arrives. What needs no room goes on.
+        ("write folder/second #1", FULL, (0, "28 None\n"), "rmdir folder #1", {}),
+        ("write folder/second #1", KILL, (-9, ""), "write folder/second #1", {"second": b"y" * 5}),
+        # A rename that fails changes nothing.
+        (
+            "rename folder/text -> folder/renamed #1", BROKEN, (1, ""),
+            "rename folder/text -> folder/renamed #1", {"text": b"x" * 100},
+        ),
+    ],
+    ids=["full", "kill", "broken"],
+)  # fmt: skip
+def test_watched_fault_comes_at_its_point(
+    point: str,
+    fault: str,
+    ended: tuple[int, str],
+    last: str,
+    left: dict[str, bytes],
+    written: Any,
+    tmp_path: Path,
 ) -> None:
-    """What its server still gets: who it is, the preflight's probe, and two known requests."""
-    road, _ = recorded
-    if road.wire is None:
-        pytest.skip("a road without a server has no requests to count")
-    road.record()
-    assert road.whole is not None
-    first, place = road.wire.asked("teacher"), road.new_place()
-    recipe = place.folder / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace(str(place.folder), str(road.whole.folder)))
-    road.wire.begin()
-    done = road.run(place)
-    assert done.status == 0, done.output
-    second = road.wire.asked("teacher")
-    assert first["completions"] == 2 and second["completions"] == 0
-    assert first["score"] > 8 and second["score"] == 4
-    assert differences(place.run_dir, road.whole.run_dir) == []
+    status, output, names = written(point, fault)
+    assert (status, output) == ended and names[-1] == last
+    assert all((tmp_path / "folder" / name).read_bytes() == data for name, data in left.items())
 
 
 def test_points_miss_no_write(recorded: tuple[Road, list[Point]]) -> None:

@@ -117,11 +117,6 @@ class Wire:
                 points.append(Point(name, kind, one.server, is_first))
         return points
 
-    def asked(self, server: str) -> Counter[str]:
-        """Return how many different requests a server has got since ``begin``, by path."""
-        different = {(one.path, one.content) for one in self._log if one.server == server}
-        return Counter(path for path, _ in different)
-
     def arrived(self, server: str, path: str, body: Any) -> str:
         """Note a request, and return the fault that it has to show; "" for none."""
         text = json.dumps(body, sort_keys=True)
