@@ -15,6 +15,11 @@ CLI = ("-m", "prime_composer.cli")
 """The words after ``python`` for the command line, here and in a fork."""
 
 
+def sets(*items: str) -> list[str]:
+    """Return the words that change a recipe's keys."""
+    return [word for item in items for word in ("--set", item)]
+
+
 def prime_rl(
     *words: object, cwd: Path | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:

@@ -4,9 +4,11 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,11 +21,15 @@ from prime_composer.local.dry_run import dry_run
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.outcome import Outcome
+from prime_composer.local.probe.report import ProbeReport
+from prime_composer.local.probe.run import probe
+from prime_composer.local.sources import load_sources
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe
+from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.tiny_models.cache import prepare_models
 
@@ -55,6 +61,38 @@ class Silent:
         self.steps.append(step)
         if step + 1 == self.interrupt_at:
             os.kill(os.getpid(), self.signum)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    call: int,
+    error: Exception,
+    lasting: bool = False,
+) -> None:
+    """Let the given call of a function, counted from 1, raise; or all from it on."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call or (lasting and len(calls) > call):
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+def stop_taking_weights(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Let the sampler ignore all weights after so many; the preflight sends two."""
+    update, syncs = TransformersSampler.update_weights, []
+
+    def stuck(sampler: TransformersSampler, model: Any) -> None:
+        syncs.append(1)
+        if len(syncs) <= after:
+            update(sampler, model)
+
+    monkeypatch.setattr(TransformersSampler, "update_weights", stuck)
 
 
 def collect(
@@ -105,6 +143,13 @@ def planned(raw: dict[str, Any]) -> list[str]:
     """Return what a dry run says of a recipe given as tables."""
     recipe = parse_recipe(raw)
     return dry_run(recipe, load_problem_set(recipe.sources))
+
+
+def probed(raw: dict[str, Any], status: Callable[[str], None] = lambda text: None) -> ProbeReport:
+    """Probe a recipe given as tables, with a hundredth of a second per column."""
+    recipe = parse_recipe(raw)
+    problems = load_sources(recipe)
+    return probe(recipe, problems, prepare_models(recipe, problems), status, 0.01)
 
 
 def copy_first_half(whole: Path, cut: Path) -> None:

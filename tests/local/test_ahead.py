@@ -89,9 +89,8 @@ SAMPLED = {"type": "sampled_reverse_kl"}
     [
         (1, TOPK, {}),
         (2, BY_STUDENT, {}),
-        (8, SAMPLED, {}),
+        (8, SAMPLED, {"reference": {"start": True, "backend": "transformers"}}),
         (2, TOPK, {"student__quantize": {"bits": 4, "group": 8}}),
-        (2, SAMPLED, {"reference": {"start": True, "backend": "transformers"}}),
         (2, TOPK, {"student__lora": {"rank": 4}}),
     ],
 )

@@ -109,19 +109,6 @@ def test_batches_after_a_resume_are_as_after_a_start(steps: int, done: int) -> N
         assert resumed.run(done + 1, LAST) == rows(steps, done + 1, done)
 
 
-def test_error_is_that_of_the_step_that_needs_the_batch() -> None:
-    def lost(step: int) -> None:
-        if step == 3:
-            raise ValueError("the teacher is away")
-
-    with closing(Trainer(2, collects=lost)) as trainer:
-        assert trainer.run(1, 2) == rows(2)[:2]
-        with pytest.raises(ValueError, match="^the teacher is away$"):
-            trainer.ahead.take(3)
-        trainer.ahead.settle()
-        assert trainer.batch(4) == {"step": 4, "at": 1, "rollout/staleness": 2}
-
-
 def test_weights_that_were_not_taken_are_sent_again() -> None:
     with closing(Trainer(1)) as trainer:
         trainer.sampler.lost = 1

@@ -30,13 +30,19 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.recipe.watchers import CollapseConfig
-from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.tiny_models.cache import prepare_models
-from tests.local.helpers import Silent, opened, random_samples, run, weights
+from tests.local.helpers import (
+    Silent,
+    opened,
+    random_samples,
+    run,
+    stop_taking_weights,
+    weights,
+)
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -98,9 +104,7 @@ def test_weight_check_sees_one_nan_among_many() -> None:
     """One entry is enough, and the number of tensors is said."""
     layer = nn.Linear(2, 2)
     check = WeightCheck.of_model(layer)
-    with torch.no_grad():
-        layer.weight[1, 1] = torch.nan
-        layer.bias[0] = torch.inf
+    layer.weight.data[1, 1], layer.bias.data[0] = torch.nan, torch.inf
     with pytest.raises(ExplodedWeights, match="weights of weight and 1 other tensors are not"):
         check.check(layer, 1)
 
@@ -184,36 +188,44 @@ def test_mismatch_is_the_k3_estimate_over_all_tokens() -> None:
     assert mismatch.result(1) == {METRIC: pytest.approx(expected, rel=1e-6)}
 
 
-def test_mismatch_above_the_limit_stops() -> None:
-    """The message names step, KL, tokens and limit; a NaN is above every limit."""
-    mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
-    mismatch.add(packed([-1.0], [-1.1], [True]))
-    with pytest.raises(SamplerMismatch, match=r"step 7: .* KL 0.0048 .* 1 sampled .* 1e-06"):
-        mismatch.result(7)
-    for spoiled in (math.nan, -math.inf, math.inf):  # one of many, which the cap would let pass
-        mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
-        mismatch.add(packed([spoiled, *[-1.0] * 1999], [-1.0] * 2000, [True] * 2000))
-        with pytest.raises(SamplerMismatch):
-            mismatch.result(1)
+def measured(check: SamplerCheck, mu: list[float], p: list[float]) -> dict[str, float]:
+    """Return what a step of these log-probs has measured."""
+    mismatch = Mismatch(check)
+    mismatch.add(packed(mu, p, [True] * len(mu)))
+    return mismatch.result(7)
 
 
-def test_mismatch_of_one_rounded_token_is_no_alarm() -> None:
-    """In a step of few tokens one that bfloat16 rounds by a nat is logged, and not an error."""
-    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
-    mismatch.add(packed([-9.0, -1.0], [-8.0, -1.0], [True, True]))
-    assert mismatch.result(1) == {METRIC: pytest.approx((math.e - 2) / 2, rel=1e-6)}
-    mismatch.add(packed([-9.0] * 8, [-8.0] * 8, [True] * 8))
-    with pytest.raises(SamplerMismatch):
-        mismatch.result(1)
+NARROW, WIDE = SamplerCheck(1e-6, "float32"), SamplerCheck(0.05, "bfloat16")
 
 
-def test_mismatch_of_one_token_in_the_tails_is_no_alarm() -> None:
-    """One of 2,000 tokens at r = 5 makes the plain mean 0.076; the step is right, and goes on."""
+@pytest.mark.parametrize(
+    ("check", "mu", "p", "words"),
+    [
+        (NARROW, [-1.0], [-1.1], r"step 7: .* KL 0.0048 .* 1 sampled .* 1e-06"),
+        # A NaN is above every limit, also one of many, which the cap would let pass.
+        *((WIDE, [bad, *[-1.0] * 1999], [-1.0] * 2000, "step 7")
+          for bad in (math.nan, -math.inf, math.inf)),
+        (WIDE, [-9.0] * 8, [-8.0] * 8, "step 7"),
+    ],
+)  # fmt: skip
+def test_mismatch_above_the_limit_stops(
+    check: SamplerCheck, mu: list[float], p: list[float], words: str
+) -> None:
+    """The message names step, KL, tokens and limit."""
+    with pytest.raises(SamplerMismatch, match=words):
+        measured(check, mu, p)
+
+
+def test_mismatch_of_one_token_is_no_alarm() -> None:
+    """Of two tokens one that bfloat16 rounds by a nat is logged, and not an error.
+
+    One of 2,000 at r = 5 makes the plain mean 0.076; the step is right, and goes on.
+    """
+    rounded = measured(WIDE, [-9.0, -1.0], [-8.0, -1.0])
+    assert rounded == {METRIC: pytest.approx((math.e - 2) / 2, rel=1e-6)}
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.1
     ratios = [5.0, *noise.tolist()[1:]]
-    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
-    mismatch.add(packed([-9.0] * 2000, [-9.0 + r for r in ratios], [True] * 2000))
-    (kl,) = mismatch.result(1).values()
+    (kl,) = measured(WIDE, [-9.0] * 2000, [-9.0 + r for r in ratios]).values()
     expected = sum(math.exp(r) - 1 - r for r in ratios) / 2000
     assert kl == pytest.approx(expected, rel=1e-4) and kl > 0.05
 
@@ -232,10 +244,8 @@ def test_mismatch_limit_is_a_key_that_the_message_names(
         raw["teacher"]["backend"] = "transformers"
     check = SamplerCheck.of_recipe(parse_recipe(raw))
     assert check is not None and check.limit == 0.25
-    mismatch = Mismatch(check)
-    mismatch.add(packed([-2.0] * 99, [-1.0] * 99, [True] * 99))
     with pytest.raises(SamplerMismatch, match=rf"{remedy} .* raise checks\.mismatch"):
-        mismatch.result(1)
+        measured(check, [-2.0] * 99, [-1.0] * 99)
 
 
 def test_mismatch_leaves_out_the_solutions_of_the_data() -> None:
@@ -290,14 +300,7 @@ def test_train_sampler_that_stops_taking_weights_is_seen_next_step(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first step that samples with old weights on, nothing is trained."""
-    update, syncs = TransformersSampler.update_weights, []
-
-    def stuck(sampler: TransformersSampler, model: nn.Module) -> None:
-        syncs.append(1)
-        if len(syncs) <= 4:  # two of the preflight, and those after steps 1 and 2
-            update(sampler, model)
-
-    monkeypatch.setattr(TransformersSampler, "update_weights", stuck)
+    stop_taking_weights(monkeypatch, after=4)
     display = Silent()
     with pytest.raises(ValueError, match="step 4: the sampler's probabilities"):
         run(tiny_recipe(trainer__steps=6), tmp_path / "run", display)
@@ -321,15 +324,6 @@ def test_teacher_without_a_right_answer_is_a_warning(
     assert all(text.startswith(start) for text, start in zip(warnings, named, strict=True))
 
 
-def test_run_warns_of_a_teacher_without_a_right_answer(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """An untrained teacher knows nothing."""
-    display = Silent()
-    raw = tiny_recipe(trainer__steps=1)
-    raw["teacher"]["prepare"]["sft_steps"] = 1
-    run(raw, tmp_path / "run", display)
-    assert [text for text in display.texts if text.startswith("warning: the teacher has 0.0%")]
-
-
 @pytest.mark.parametrize(
     ("metrics", "named"),
     [
@@ -350,15 +344,18 @@ def test_tokens_that_a_teacher_cannot_judge_are_a_warning(
     assert all(word in warnings[name] for name, words in named.items() for word in words)
 
 
-def test_run_warns_once_of_tokens_that_have_no_score(
+def test_run_warns_once_of_a_teacher_that_is_of_no_use(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a teacher with a tokenizer of its own measures them, from the second step on."""
+    """One that is untrained knows nothing; one of its own tokenizer may score too few tokens."""
     display = Silent()
     monkeypatch.setattr(
         Teachers, "take_metrics", lambda _: {"xtok/unscored": 0.3 if display.steps else 0.01}
     )
-    run(tiny_recipe(trainer__steps=3), tmp_path / "run", display)
+    raw = tiny_recipe(trainer__steps=3)
+    raw["teacher"]["prepare"]["sft_steps"] = 1
+    run(raw, tmp_path / "run", display)
+    assert [text for text in display.texts if text.startswith("warning: the teacher has 0.0%")]
     warnings = [text for text in display.texts if text.startswith("warning: step")]
     assert len(warnings) == 1 and "step 2: 30.0%" in warnings[0]
 
@@ -408,19 +405,12 @@ def test_collapse_of_a_resumed_run_goes_on_counting() -> None:
     assert check.since == {"longer": 2} and check.healthy == 1
     assert check.add(4, record(4, student_tokens=40)) == {"rollout/growth": 4.0}
     assert check.warnings({"rollout/growth": 4.0})[0].startswith("the rollouts are 4 times as long")
+    # The first step may have answers of the data alone.
+    check = CollapseCheck(CollapseConfig())
+    grown = [check.add(1, {}), *(check.add(n, record(n, student_tokens=5.0 * n)) for n in (2, 3))]
+    assert grown == [{}, {"rollout/growth": 1.0}, {"rollout/growth": 1.5}]
     # Without the first step's record there is nothing to compare with.
     assert CollapseCheck.of_records(config, logged[2:]).add(4, record(4, student_tokens=40)) == {}
-
-
-def test_collapse_growth_begins_with_the_first_rollouts() -> None:
-    """The first step may have answers of the data alone."""
-    check = CollapseCheck(CollapseConfig())
-    lengths = [None, 10.0, 15.0]
-    grown = [
-        check.add(step, {} if n is None else record(step, student_tokens=n))
-        for step, n in enumerate(lengths, 1)
-    ]
-    assert grown == [{}, {"rollout/growth": 1.0}, {"rollout/growth": 1.5}]
 
 
 ENTROPY = {"entropy": 100.0, "steps": 3, "action": "stop"}

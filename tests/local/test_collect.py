@@ -1,23 +1,18 @@
 """The batch of a step: advantages, the environments' shares, and GKD's lambda."""
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
-    Clock,
     Collector,
-    Weights,
     group_advantages,
     mean_by_environment,
-    problems_of_step,
 )
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -26,7 +21,6 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
-from prime_composer.step.batch import Batch
 from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import collect, rollout, run, tiny_models
 
@@ -36,16 +30,6 @@ Raw = Callable[..., dict[str, Any]]
 def test_advantage_is_reward_minus_the_groups_mean() -> None:
     """A group of equal rewards has no advantage."""
     assert group_advantages([0, 1, 0, 1], [1.0, 1.0, 0.0, 1.0]) == [0.5, 0.0, -0.5, 0.0]
-
-
-def test_problems_of_step_follow_the_environments_ratios() -> None:
-    """Of every four problems three are of the environment with three times the ratio."""
-    problems = [Problem(str(i), "#### 1", environment="a" if i < 10 else "b") for i in range(14)]
-    sources = {"a": DataConfig(ratio=3.0), "b": DataConfig(ratio=1.0)}
-    problem_set = ProblemSet(problems, [], sources)
-    for step in (1, 2, 3):
-        chosen = problems_of_step(problem_set, 4, seed=0, step=step)
-        assert Counter(problem.environment for problem in chosen) == {"a": 3, "b": 1}
 
 
 def test_mean_by_environment_is_over_its_own_problems() -> None:
@@ -105,22 +89,6 @@ def test_collect_counts_answers_without_a_verdict(
     )
     _, metrics = collect(engine, recipe, 1)
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)
-
-
-def test_collector_keeps_no_copy_of_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that is sampled ahead has the weights of its step; the run's collector has none."""
-    recipe = parse_recipe(TINY_RECIPE)
-    sampler = TransformersSampler(tiny_models(TINY_RECIPE)["student"])
-    tokenized = TokenizedProblems(ProblemSet([], [], recipe.sources), None)
-    engine, other = Engine(tokenized, recipe.loss, sampler.model, sampler), torch.nn.Linear(1, 1)
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay)
-    seen = []
-    monkeypatch.setattr(Collector, "problems", lambda self, step: [])
-    monkeypatch.setattr(Collector, "sample", lambda self, *_: seen.append(self.engine.model))
-    monkeypatch.setattr(Collector, "grade", lambda self, samples: [])
-    monkeypatch.setattr(Collector, "score", lambda self, *_: Batch([]))
-    collector.collect(1, Weights(0, other), Clock())
-    assert seen == [other] and collector.engine.model is sampler.model
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["data", "environments"])

@@ -57,13 +57,21 @@ def test_plan_counts_no_more_problems_than_are_held_out(tiny_recipe: Raw) -> Non
     [
         ({"loss": {"type": "sft"}}, "set rollout.student_fraction = 0"),
         ({"rollout__max_model_len": 30}, "raise rollout.max_model_len"),
+        (
+            {
+                "teacher": {"policy": {}},
+                "loss": {"type": "self_distillation", "k": 8},
+                "rollout__max_model_len": 100,
+            },
+            "raise rollout.max_model_len from 100 to",
+        ),
         ({"student": {"model": "/no/such/folder"}}, "is neither a directory on this machine"),
         (
             {"loss": {"type": "topk_reverse_kl", "k": 8, "special_tokens": {"strings": ["<x>"]}}},
             "<x>",
         ),
     ],
-    ids=["sft", "context", "directory", "special token"],
+    ids=["sft", "context", "hint", "directory", "special token"],
 )
 def test_plan_refuses_what_a_run_would_refuse(
     changes: dict[str, Any], message: str, tiny_recipe: Raw
@@ -74,13 +82,9 @@ def test_plan_refuses_what_a_run_would_refuse(
         planned(tiny_recipe(**changes))
 
 
-def test_plan_refuses_a_hint_without_room_for_the_response(tiny_recipe: Raw) -> None:
-    """The hint-conditioned prompt is measured without any weights."""
-    tiny_models(TINY_RECIPE)
-    loss = {"type": "self_distillation", "k": 8}
-    raw = tiny_recipe(teacher={"policy": {}}, loss=loss, rollout__max_model_len=100)
-    with pytest.raises(PreflightError, match="raise rollout.max_model_len from 100 to"):
-        planned(raw)
+def write_parts(folder: Path, train: list[dict[str, str]], test: list[dict[str, str]]) -> None:
+    for name, part in (("train", train), ("test", test)):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
 
 
 def test_plan_and_preflight_measure_held_out_prompts(tiny_recipe: Raw, tmp_path: Path) -> None:
@@ -89,9 +93,7 @@ def test_plan_and_preflight_measure_held_out_prompts(tiny_recipe: Raw, tmp_path:
     prepared = {name: {"model": str(path)} for name, path in models.items()}
     rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
     long = {"question": f"What is {' + '.join(['1'] * 200)}?", "answer": "#### 200"}
-    for name, part in (("train", rows[:10]), ("test", [*rows[10:13], long])):
-        lines = [f"{json.dumps(row)}\n" for row in part]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    write_parts(tmp_path, rows[:10], [*rows[10:13], long])
     raw = tiny_recipe(**prepared, data={"path": str(tmp_path)}, eval__kl_size=3)
     words = "The longest held-out prompt has .* raise rollout.max_model_len"
     with pytest.raises(PreflightError, match=words):
@@ -112,9 +114,7 @@ def test_plan_measures_hints_of_held_out_problems(tiny_recipe: Raw, tmp_path: Pa
     tiny_models(TINY_RECIPE)
     worked = {"question": "How many?", "answer": "1 + 1 = 2\n" * 30 + "#### 2"}
     rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(10)]
-    for name, part in (("train", rows), ("test", [worked])):
-        lines = [f"{json.dumps(row)}\n" for row in part]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    write_parts(tmp_path, rows, [worked])
     raw = tiny_recipe(
         teacher={"policy": {}}, loss={"type": "self_distillation", "k": 8}, rollout__max_tokens=8
     )

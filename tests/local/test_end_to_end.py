@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from prime_composer.local.tracker import read_metrics
-from tests.command import CLI, interrupt_after, numbers, prime_rl, toml
+from tests.command import CLI, interrupt_after, numbers, prime_rl, sets, toml
 from tests.conftest import TINY_RECIPE
 from tests.environments.kit import ENVIRONMENTS, SUMMARY, save_student
 from tests.fork_server import ForkServer
@@ -41,14 +41,8 @@ def folder(
     done = prime_rl("rl", "--config", "vllm.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "preflight passed" in done.stdout
-    words = (
-        "--set",
-        "rollout.backend=transformers",
-        "--set",
-        "trainer.steps=1",
-        "--output-dir",
-        "outputs/transformers",
-    )
+    words = sets("rollout.backend=transformers", "trainer.steps=1")
+    words += ["--output-dir", "outputs/transformers"]
     assert vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder).returncode == 0
     return folder
 
@@ -61,14 +55,8 @@ def test_student_comes_closer_to_its_teacher(folder: Path) -> None:
 
 
 def test_sampler_logprobs_are_the_trainers(folder: Path, vllm_forks: ForkServer) -> None:
-    words = (
-        "--set",
-        'loss={type="sampled_reverse_kl"}',
-        "--set",
-        "trainer.steps=2",
-        "--output-dir",
-        "outputs/sampled",
-    )
+    words = sets('loss={type="sampled_reverse_kl"}', "trainer.steps=2")
+    words += ["--output-dir", "outputs/sampled"]
     done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     for record in numbers(folder / "outputs" / "sampled")[1:]:
@@ -106,8 +94,7 @@ def test_rounded_student_is_served_as_its_checkpoint_is(
     folder: Path, vllm_forks: ForkServer
 ) -> None:
     """vLLM samples from the rounded weights in each step, and from the checkpoint the same."""
-    changes = ("student.quantize={bits=3, group=8}", "trainer.steps=3")
-    words = [word for change in changes for word in ("--set", change)]
+    words = sets("student.quantize={bits=3, group=8}", "trainer.steps=3")
     words += ["--output-dir", "outputs/rounded"]
     done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -115,8 +102,7 @@ def test_rounded_student_is_served_as_its_checkpoint_is(
     first, *steps = numbers(folder / "outputs" / "rounded")
     assert all(record["sampler/mismatch_kl"] < 1e-8 for record in steps)
     checkpoint = folder / "outputs" / "rounded" / "checkpoints" / "step_000003"
-    changes = (f"student.model={checkpoint}", "trainer.steps=1")
-    words = [word for change in changes for word in ("--set", change)]
+    words = sets(f"student.model={checkpoint}", "trainer.steps=1")
     words += ["--output-dir", "outputs/of_rounded"]
     done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -151,7 +137,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory, vllm_forks: ForkServer) -> Pa
         patch.setenv("PYTHONPATH", str(ENVIRONMENTS), prepend=":")
         done = vllm_forks.run(*CLI, *words, "vllm", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
-        changes = ("--set", "rollout.backend=transformers", "--set", "trainer.steps=1")
+        changes = sets("rollout.backend=transformers", "trainer.steps=1")
         done = vllm_forks.run(*CLI, *words, "transformers", *changes, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -38,6 +38,10 @@ def pair(tmp_path: Path) -> dict[str, Any]:
     return recipe_of(student, teacher, write_rows(tmp_path / "rows.jsonl", ROWS))
 
 
+def both_are(pair: dict[str, Any], model: str) -> None:
+    pair["student"]["model"] = pair["teacher"]["model"] = model
+
+
 def test_run_of_base_and_chat_ends_where_the_teacher_does(pair: dict[str, Any]) -> None:
     """No rollout goes on behind the turn's end, and the difference of the files is said once."""
     said: list[str] = []
@@ -194,7 +198,7 @@ def test_datas_answer_behind_a_templates_own_reasoning_is_right(
         "m.content", "('<think>\n</think>' if m.role == 'assistant' else '') + m.content"
     )
     model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
-    pair["student"]["model"] = pair["teacher"]["model"] = model
+    both_are(pair, model)
     pair["rollout"]["student_fraction"] = 0.0
     pair["loss"] = {"type": "sft"}
     engine = opened(pair)
@@ -224,7 +228,7 @@ def test_student_without_an_end_is_refused_at_the_dry_run(
     """The data's answers need an end, which neither files nor template name."""
     tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", "."), eos=None, special=())
     model = save_model(tmp_path / "endless", tokenizer, None)
-    pair["student"]["model"] = pair["teacher"]["model"] = model
+    both_are(pair, model)
     pair["rollout"]["student_fraction"] = 0.0
     pair["loss"] = {"type": "sft"}
     assert run(tmp_path, pair, "--dry-run") == 2
@@ -261,7 +265,7 @@ def test_dry_run_warns_of_what_it_sees_in_the_rendering(
 ) -> None:
     """A template without a generation prompt, and texts that become tokens, are said."""
     model = save_model(tmp_path / "model", make_tokenizer(**tokenizer), TEXT_END)
-    pair["student"]["model"] = pair["teacher"]["model"] = model
+    both_are(pair, model)
     write_rows(Path(pair["data"]["path"]), rows)
     assert run(tmp_path, pair, "--dry-run") == 0
     warned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
@@ -275,7 +279,7 @@ def test_dry_run_template_that_asks_for_a_channel_is_no_warning(
     channel = "('<|im_start|>' if m.role == 'assistant' else '') + m.content"
     template = CHATML.replace("m.content", channel)
     model = save_model(tmp_path / "model", make_tokenizer(template), TEXT_END)
-    pair["student"]["model"] = pair["teacher"]["model"] = model
+    both_are(pair, model)
     assert run(tmp_path, pair, "--dry-run") == 0
     assert "generation prompt" not in capsys.readouterr().out
 
@@ -296,7 +300,7 @@ def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path, pair: dict[str
     """A template that writes another prompt before an answer ends the preflight, with both."""
     template = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     model = save_model(tmp_path / "thinks", make_tokenizer(template), TEXT_END)
-    pair["student"]["model"] = pair["teacher"]["model"] = model
+    both_are(pair, model)
     pair["rollout"]["student_fraction"] = 0.5
     engine = opened(pair)
     from prime_composer.local.preflight import preflight

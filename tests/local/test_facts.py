@@ -1,7 +1,6 @@
 """The recipe of a real chat model, run on a tiny one: a task that trains and two that do not."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from prime_composer.upstream.environment import load_split
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import ENVIRONMENTS
+from tests.command import sets
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
 
@@ -65,7 +65,7 @@ def test_recipe_trains_on_one_task_and_measures_three(
     """The steps ask for ages alone. Each evaluation has three answers to each task, and the report
     says which tasks train nothing."""
     run_dir = tmp_path / "run"
-    words = [word for item in overrides(chat_model) for word in ("--set", item)]
+    words = sets(*overrides(chat_model))
     assert main(["rl", "--config", str(RECIPE), *words, "--output-dir", str(run_dir)]) == 0
     capsys.readouterr()
     start, *steps = read_metrics(run_dir)
@@ -84,18 +84,6 @@ def test_recipe_trains_on_one_task_and_measures_three(
     assert out.count("towns (not trained on)") == 2 and out.count("capitals (not trained on)") == 2
     assert "ages (not trained on)" not in out
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_copy_without_layers_is_trained(
-    chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A student of one layer and its teacher of two; the checkpoint has one."""
-    student = f'student={{prepare={{from="{chat_model}", drop_layers=[0]}}}}'
-    words = [word for item in (*overrides(chat_model), student) for word in ("--set", item)]
-    run_dir = tmp_path / "run"
-    assert main(["rl", "--config", str(RECIPE), *words, "--output-dir", str(run_dir)]) == 0
-    model: Any = load_student(run_dir / "checkpoints" / "step_000002")[0]
-    assert model.config.num_hidden_layers == len(model.model.layers) == 1
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -28,7 +28,7 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
-from tests.local.helpers import Silent, run
+from tests.local.helpers import Silent, failing, run
 from tests.local.test_train import (  # noqa: F401  (fixture)
     assert_same_run,
     assert_same_weights,
@@ -44,25 +44,6 @@ class ServerGone(ValueError):
 
 def steps_of(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
-
-
-def failing(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, error: Exception
-) -> None:
-    """Let the given call of a function, counted from 1, raise."""
-    original, calls = getattr(owner, name), []
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
-            raise error
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, function)
-
-
-def full_disk(*args: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_train_draws_nothing_from_torchs_own_generator(
@@ -114,11 +95,11 @@ def test_train_error_after_the_update_saves_that_step(
 ) -> None:
     """Step 4 is whole when its new weights cannot be sent; its evaluation comes at the resume."""
     raw = tiny_recipe(trainer__steps=6, checkpoint__every=0)
-    target = (TransformersSampler, "update_weights") if owner == "sync" else (
-        module.Evaluator, "student"
-    )  # fmt: skip
-    calls = 3 if owner == "evaluation" else count_of_syncs_before(4, raw, tmp_path, monkeypatch)
-    failing(monkeypatch, *target, calls, ServerGone("away"))
+    target = {
+        "sync": (TransformersSampler, "update_weights", 6),  # the preflight has two
+        "evaluation": (module.Evaluator, "student", 3),
+    }[owner]
+    failing(monkeypatch, *target, ServerGone("away"))
     with pytest.raises(RunStopped, match="away; step 4 is safe"):
         run(raw, tmp_path / "run")
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
@@ -128,82 +109,46 @@ def test_train_error_after_the_update_saves_that_step(
     assert_same_run(tmp_path / "run", whole)
 
 
-def count_of_syncs_before(
-    step: int, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> int:
-    """Return which call of ``update_weights`` ends a step: the preflight makes some as well."""
-    calls: list[int] = []
-    original = TransformersSampler.update_weights
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            TransformersSampler,
-            "update_weights",
-            lambda self, model: calls.append(1) or original(self, model),
-        )
-        run({**raw, "trainer": {**raw["trainer"], "steps": 1}}, tmp_path / "counted")
-    return len(calls) + step - 1
+FULL = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+AWAY = (Collector, "sample", 4, ServerGone("the teacher is away"))
+CHANGED = (Collector, "sample", 4, WatchFailed("another model now.", safe_step=2))
+ERRORS: dict[str, tuple[list[Any], dict[str, int], str, list[int]]] = {
+    "full disk behind an error": (
+        [AWAY, (checkpoint_module.torch, "save", 2, FULL)],
+        {},
+        "^the teacher is away; step 3 could not be saved either: .*No space left on device.*"
+        "step 2 is safe in .*/run/checkpoints/step_000002",
+        [2],
+    ),
+    "full disk at the metrics of step 4": (
+        [(Tracker, "log", 5, FULL, True)], {}, "^metrics.jsonl: No space left.*step 2 is safe", [2]
+    ),
+    "in the first step": (
+        [(Collector, "sample", 1, ServerGone("away"))], {}, "away; no earlier step is saved", []
+    ),
+    # Step 3 may have been scored by another teacher, and step 2 has not.
+    "another teacher": (
+        [CHANGED],
+        {"every": 1, "keep": 9},
+        "another model now; step 2 is safe .*; continue with --resume --step 2$",
+        [1, 2, 3],
+    ),
+}  # fmt: skip
 
 
-def test_train_full_disk_does_not_hide_the_first_error(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("case", ERRORS)
+def test_train_error_names_the_step_that_is_safe(
+    case: str, tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, Collector, "sample", 4, ServerGone("the teacher is away"))
-    with pytest.raises(RunStopped) as caught:
-        run(tiny_recipe(trainer__steps=6), tmp_path / "run", FullAt(3, monkeypatch))
-    assert caught.value.step == 2
-    words = str(caught.value)
-    assert words.startswith("the teacher is away; step 3 could not be saved either: ")
-    assert "No space left on device" in words
-    assert f"step 2 is safe in {tmp_path}/run/checkpoints/step_000002" in words
-
-
-class FullAt(Silent):
-    """Lets the disk be full from the end of a step on."""
-
-    def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch):
-        super().__init__()
-        self.at, self.monkeypatch = at, monkeypatch
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        super().step(step, metrics)
-        if step == self.at:
-            self.monkeypatch.setattr(checkpoint_module.torch, "save", full_disk)
-
-
-def test_train_full_disk_at_the_metrics_names_the_safe_step(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Tracker.log
-
-    def log(self: Tracker, step: int, metrics: dict[str, float]) -> None:
-        if step >= 4:
-            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
-        original(self, step, metrics)
-
-    monkeypatch.setattr(Tracker, "log", log)
-    with pytest.raises(RunStopped, match="^metrics.jsonl: No space left.*step 2 is safe"):
-        run(tiny_recipe(trainer__steps=6), tmp_path / "run")
-    assert steps_of(tmp_path / "run") == [2]
-
-
-def test_train_error_in_the_first_step_has_nothing_to_save(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, Collector, "sample", 1, ServerGone("away"))
-    with pytest.raises(RunStopped, match="away; no earlier step is saved") as caught:
-        run(tiny_recipe(), tmp_path / "run")
-    assert caught.value.checkpoint is None and steps_of(tmp_path / "run") == []
-
-
-def test_train_changed_teacher_names_the_last_step_in_no_doubt(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 3 may have been scored by another teacher, and step 2 has not."""
-    failing(monkeypatch, Collector, "sample", 4, WatchFailed("another model now.", safe_step=2))
-    raw = tiny_recipe(checkpoint={"every": 1, "keep": 9})
-    with pytest.raises(RunStopped, match="another model now; step 2 is safe") as caught:
+    """The first error stays the one that is named."""
+    errors, checkpoint, words, saved = ERRORS[case]
+    for error in errors:
+        failing(monkeypatch, *error)
+    raw = tiny_recipe(trainer__steps=6, checkpoint={"every": 2} | checkpoint)
+    with pytest.raises(RunStopped, match=words) as caught:
         run(raw, tmp_path / "run")
-    assert str(caught.value).endswith("; continue with --resume --step 2")
+    assert (caught.value.checkpoint is None) == (saved == [])
+    assert steps_of(tmp_path / "run") == saved
 
 
 def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
@@ -238,9 +183,7 @@ def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["row", "file"])
 def test_train_goes_on_without_lost_metrics_and_says_so(
-    lost: str,
     whole: Path,  # noqa: F811
     tiny_recipe: Raw,
     tmp_path: Path,
@@ -249,21 +192,13 @@ def test_train_goes_on_without_lost_metrics_and_says_so(
 
     Lengths have no first step to be compared with, and say so by their absence.
     """
-    raw = tiny_recipe(trainer__steps=6)
+    raw, display = tiny_recipe(trainer__steps=6), Silent()
     run(raw, tmp_path / "run", Silent(interrupt_at=5))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    if lost == "file":
-        metrics.unlink()
-        said, kept = "metrics.jsonl is gone, and with it the numbers of the steps 0 to 4", [4]
-    else:
-        rows = metrics.read_text().splitlines()
-        metrics.write_text("\n".join([rows[0], rows[1][:30], *rows[3:4], rows[4][:9], ""]))
-        said, kept = "metrics.jsonl has no numbers of the steps 1 to 2, 4", [0, 3, 4]
-    display = Silent()
+    (tmp_path / "run" / "metrics.jsonl").unlink()
     run(raw, tmp_path / "run", display, resume=True)
+    said = "metrics.jsonl is gone, and with it the numbers of the steps 0 to 4"
     assert [text for text in display.texts if said in text and text.startswith("warning: ")]
-    steps = [record["step"] for record in read_metrics(tmp_path / "run")]
-    assert steps == [*kept, 5, 6]
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [4, 5, 6]
     later = numbers(whole)[-2:]
     assert all(record.pop(GROWTH) > 0 for record in later)
     assert numbers(tmp_path / "run")[-2:] == later

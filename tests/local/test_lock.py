@@ -84,24 +84,19 @@ def test_lock_file_deleted_by_its_owner_is_no_lock(
     lock.release()
 
 
-@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.EBADF])
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.EBADF, None])
 def test_file_system_without_locks_is_used_without_one(
-    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reason: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over NFS ``flock`` is a POSIX lock: EBADF for a descriptor that cannot be written."""
+
     def no_locks(descriptor: int, how: int) -> None:
+        assert reason is not None
         raise OSError(reason, os.strerror(reason))
 
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    lock_run_dir(tmp_path).release()
-    check_free(tmp_path)
-
-
-def test_lock_over_nfs_is_taken_and_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There, ``flock`` is a POSIX lock: EBADF for a descriptor that cannot be written."""
-    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
-    monkeypatch.setattr(module, "_NO_LOCKS", ())
+    monkeypatch.setattr(fcntl, "flock", no_locks if reason else fcntl.lockf)
+    if reason is None:
+        monkeypatch.setattr(module, "_NO_LOCKS", ())
     lock_run_dir(tmp_path).release()
     check_free(tmp_path)
 

@@ -23,20 +23,17 @@ from prime_composer.backends.lora.views import base_of, weights_of
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.engine import Engine
 from prime_composer.local.preflight import preflight
-from prime_composer.local.probe.run import probe
 from prime_composer.local.requirements import check_models
 from prime_composer.local.run import checkpoint_bytes
 from prime_composer.local.student import ExplodedWeights, Student
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE, changed
-from tests.local.helpers import collect, copy_first_half, opened, planned, run, tiny_models
+from tests.local.helpers import collect, copy_first_half, opened, planned, probed, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -188,27 +185,6 @@ def test_step_0_is_the_base_bit_for_bit(raw: dict[str, Any]) -> None:
         assert engine.adapter is not None
         other = engine.adapter.weights
         assert not any(torch.equal(other[n], first[n]) for n in first if "lora_A" in n)
-
-
-def test_sampler_gets_the_merged_weights_and_the_student_keeps_its_own(
-    raw: dict[str, Any], moved: Engine
-) -> None:
-    """Each is W + s B A by brute force; the base stays, and so does the adapter."""
-    before = {name: one.clone() for name, one in moved.model.state_dict().items()}
-    expected = merged_by_hand(raw, moved.model).state_dict()
-    served = dict(weights_of(moved.model))
-    assert served.keys() == expected.keys()
-    base = load_model(tiny_models(raw)["student"]).state_dict()
-    for name, value in served.items():
-        torch.testing.assert_close(value.double(), expected[name], atol=1e-6, rtol=1e-6)
-        adapted = name.removesuffix(".weight") in pairs_of(moved.model)
-        assert torch.equal(value, base[name]) != adapted
-    moved.sampler.update_weights(moved.model)
-    sampler: Any = moved.sampler
-    state = sampler.model.state_dict()
-    assert all(torch.equal(state[name], served[name]) for name in served)
-    after = moved.model.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_preflight_stops_a_sampler_without_the_adapter(
@@ -389,15 +365,22 @@ def test_another_base_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
         opened(begun)
 
 
-def test_adapter_is_no_model(raw: dict[str, Any], moved: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["alone", "beside a model", "no start"])
+def test_adapter_in_the_wrong_place_is_refused(
+    case: str, raw: dict[str, Any], moved: Engine, tmp_path: Path
+) -> None:
+    """transformers would add it to the model that it is beside, and vLLM would not."""
+    student, words = {"model": str(tmp_path)}, r"is a LoRA adapter, and no whole model: name its"
+    if case == "beside a model":
+        shutil.copytree(tiny_models(TINY_RECIPE)["student"], tmp_path, dirs_exist_ok=True)
+        words = r"adapter_config\.json.*move the adapter's files"
+    if case == "no start":
+        student = {"model": "nowhere", "lora": {**LORA, "start": str(tmp_path / "empty")}}
+        words = "empty is no LoRA adapter: it needs adapter_config.json"
     assert moved.adapter is not None
     moved.adapter.save_pretrained(tmp_path)
-    raw["student"] = {"model": str(tmp_path)}
-    with pytest.raises(RecipeError, match=r"is a LoRA adapter, and no whole model: name its base"):
-        check_models(parse_recipe(raw))
-    raw["student"] = {"model": "nowhere", "lora": {**LORA, "start": str(tmp_path / "empty")}}
-    with pytest.raises(RecipeError, match="empty is no LoRA adapter: it needs adapter_config.json"):
-        check_models(parse_recipe(raw))
+    with pytest.raises(RecipeError, match=words):
+        check_models(parse_recipe(raw | {"student": student}))
 
 
 KEYS: dict[str, Any] = {
@@ -421,18 +404,19 @@ KEYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", KEYS)
 def test_start_with_a_config_that_says_more_is_refused(
-    key: str, raw: dict[str, Any], moved: Engine, tmp_path: Path
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
 ) -> None:
     """Whatever it is: what is no plain adapter is named by its key."""
     assert moved.adapter is not None
     moved.adapter.save_pretrained(tmp_path)
-    described = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(described | {key: KEYS[key]}))
+    file = tmp_path / "adapter_config.json"
+    described = json.loads(file.read_text())
     raw["student"]["lora"]["start"] = str(tmp_path)
-    with pytest.raises(RecipeError, match=f"{key} = .* leave `start` out"):
-        check_models(parse_recipe(raw))
+    for key, value in KEYS.items():
+        file.write_text(json.dumps(described | {key: value}))
+        with pytest.raises(RecipeError, match=f"{key} = .* leave `start` out"):
+            check_models(parse_recipe(raw))
 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", False, "pissa", "olora"])
@@ -467,18 +451,6 @@ def test_start_is_pefts_own_adapter_or_is_refused(
         torch.testing.assert_close(engine.model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_adapter_beside_a_whole_model_is_refused(
-    raw: dict[str, Any], moved: Engine, tmp_path: Path
-) -> None:
-    """transformers would add it to the model, and vLLM would not."""
-    assert moved.adapter is not None
-    shutil.copytree(tiny_models(TINY_RECIPE)["student"], tmp_path / "model")
-    moved.adapter.save_pretrained(tmp_path / "model")
-    raw["student"] = {"model": str(tmp_path / "model")}
-    with pytest.raises(RecipeError, match=r"adapter_config\.json.*move the adapter's files"):
-        check_models(parse_recipe(raw))
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_base_as_the_teacher_scores_as_the_model_loaded_alone(
     trained: bool, raw: dict[str, Any]
@@ -486,32 +458,31 @@ def test_base_as_the_teacher_scores_as_the_model_loaded_alone(
     """Bit for bit, whatever the adapter is, by K and by hidden states; it has no second weight."""
     raw |= {"teacher": {"base": True}, "loss": FULL}
     with opened(raw) as engine:
+        _, student, batch = step_of(raw, engine)
         if trained:
-            recipe, student, batch = step_of(raw, engine)
             student.update(batch, 1)
-            assert engine.teachers is not None
         assert engine.teachers is not None
         (scorer,) = engine.teachers.scorers.values()
         alone = TransformersScorer(tiny_models(raw)["student"])
-        recipe = parse_recipe(raw)
-        samples = collect(engine, recipe, 1)[0].samples
-        rollouts = [sample.rollout for sample in samples]
+        rollouts = [sample.rollout for sample in batch.samples]
         for size, hidden in ((8, False), (0, True)):
-            own = scorer.score(rollouts, size, hidden=hidden)
-            others = alone.score(rollouts, size, hidden=hidden)
-            for one, other in zip(own, others, strict=True):
-                assert torch.equal(one.ref_logprobs, other.ref_logprobs)
-                assert torch.equal(one.token_ids, other.token_ids)
-                assert torch.equal(one.teacher_logprobs, other.teacher_logprobs)
-                for mine, its in zip(one.hidden, other.hidden, strict=True):
+            scores = (one.score(rollouts, size, hidden=hidden) for one in (scorer, alone))
+            for own, other in zip(*scores, strict=True):
+                for name in ("ref_logprobs", "token_ids", "teacher_logprobs"):
+                    assert torch.equal(getattr(own, name), getattr(other, name))
+                for mine, its in zip(own.hidden, other.hidden, strict=True):
                     assert torch.equal(mine.states, its.states)
         model: Any = scorer
         own_weights = {one.data_ptr() for one in engine.model.parameters()}
         assert {one.data_ptr() for one in model.model.parameters()} <= own_weights
 
 
-@pytest.mark.parametrize("update", ["live", "ema", "sync", "base"])
-def test_policy_teacher_of_an_adapted_student(update: str, raw: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("update", "share"), [("live", 1.0), ("ema", 0.25), ("sync", 0.0), ("base", 0.0)]
+)
+def test_policy_teacher_of_an_adapted_student(
+    update: str, share: float, raw: dict[str, Any]
+) -> None:
     """Its weights are the merged ones, their average, a copy, or the base's."""
     raw["teacher"] = {"policy": {"update": update, "ema_rate": 0.25, "sync_every": 2}}
     raw["rollout"]["max_model_len"] = 256
@@ -521,31 +492,30 @@ def test_policy_teacher_of_an_adapted_student(update: str, raw: dict[str, Any]) 
         base = {name: one.clone() for name, one in weights_of(engine.model)}
         move(engine.model)
         teacher.end_step(1)
-        merged = dict(weights_of(engine.model))
-        changed = [name for name in merged if not torch.equal(merged[name], base[name])]
-        assert len(changed) == 2
-        shares = {"live": 1.0, "ema": 0.25, "sync": 0.0, "base": 0.0}
-        own = dict(weights_of(teacher.model))
+        merged, own = dict(weights_of(engine.model)), dict(weights_of(teacher.model))
+        assert sum(not torch.equal(merged[name], base[name]) for name in merged) == 2
         for name in merged:
-            share = shares[update]
             expected = (1 - share) * base[name] + share * merged[name]
             torch.testing.assert_close(own[name], expected, atol=1e-6, rtol=1e-6)
         teacher.end_step(2)
         own = dict(weights_of(teacher.model))
         if update == "sync":
             assert all(torch.equal(own[name], merged[name]) for name in merged)
-        assert bool(teacher.state_dict()) == (update in ("ema", "sync"))
         saved = copy.deepcopy(teacher.state_dict())
+        assert bool(saved) == (update in ("ema", "sync"))
         teacher.load_state_dict(saved)
         assert not any("lora" in name for name in saved)
+
+
+HEAD = ", which is the output head or the embeddings"
 
 
 @pytest.mark.parametrize(
     ("targets", "why"),
     [
         (["q_proj", "qproj"], "'qproj', which is no linear layer"),
-        (["lm_head"], "'lm_head', which is the output head or the embeddings"),
-        (["embed_tokens"], "'embed_tokens', which is the output head or the embeddings"),
+        (["lm_head"], f"'lm_head'{HEAD}"),
+        (["embed_tokens"], f"'embed_tokens'{HEAD}"),
     ],
 )
 def test_targets_that_get_no_adapter_are_refused(
@@ -555,9 +525,8 @@ def test_targets_that_get_no_adapter_are_refused(
     raw["student"]["lora"]["targets"] = targets
     tiny_models(raw)
     for refuse in (opened, planned):
-        with pytest.raises(ModelUnavailable, match=why) as error:
+        with pytest.raises(ModelUnavailable, match=f"{why}.*choose among down_proj, gate_proj, k"):
             refuse(raw)
-        assert "choose among down_proj, gate_proj, k_proj" in str(error.value)
 
 
 def test_plan_names_the_adapter_and_the_base(raw: dict[str, Any]) -> None:
@@ -609,11 +578,7 @@ def test_replay_compares_with_the_base(raw: dict[str, Any], tmp_path: Path) -> N
 
 def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["teacher"] = {"base": True, "tape": str(tmp_path / "tape")}
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    paths = prepare_models(recipe, problems)
-    report = probe(recipe, problems, paths, lambda text: None, seconds=0.01)
-    assert [one for one in report.findings if one.state == "failed"] == []
+    assert [one for one in probed(raw).findings if one.state == "failed"] == []
     raw["trainer"]["steps"] = 1
     run(raw, tmp_path / "first")
     raw["teacher"] = {"tape": str(tmp_path / "tape"), "tape_only": True}
@@ -622,10 +587,12 @@ def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_exploded_adapter_is_not_saved(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_exploded_adapter_is_not_saved(raw: dict[str, Any], moved: Engine) -> None:
     raw["trainer"] |= {"lr": 1e6, "warmup_steps": 0}
+    moved.sampler.update_weights(moved.model)
+    _, student, batch = step_of(raw, moved)
     with pytest.raises(ExplodedWeights, match=r"the weights of model\.layers.*lora_[AB]"):
-        run(raw, tmp_path / "run")
+        student.update(batch, 1)
 
 
 def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any]) -> None:

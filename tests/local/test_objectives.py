@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_composer.local.collect import group_advantages
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import PolicyTeacherConfig, RecipeError
-from prime_composer.teachers.policy import PolicyTeacher
-from tests.local.helpers import SOURCES, copy_first_half, run, sample
+from prime_composer.recipe.schema import RecipeError
+from tests.local.helpers import copy_first_half, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -123,6 +120,7 @@ def test_rollouts_without_a_hint_train_nothing(tiny_recipe: Raw, tmp_path: Path)
 
 
 NEAR = {"weight": 1.0, "loss": {"type": "generalized_jsd", "k": 4}}
+OFF = {"type": "compose", "rl": {"weight": 0.0}}
 HINTED = {"weight": 1.0, "loss": {"type": "self_distillation", "k": 4}}
 
 
@@ -131,7 +129,7 @@ HINTED = {"weight": 1.0, "loss": {"type": "self_distillation", "k": 4}}
     [
         {"type": "sft"},
         {"type": "self_distillation", "k": 4, "max_ratio": "off"},
-        {"type": "compose", "rl": {"weight": 0.0}, "distillation": {"near": NEAR}},
+        {**OFF, "distillation": {"near": NEAR}},
     ],
     ids=["sft", "self_distillation", "compose"],
 )
@@ -150,11 +148,7 @@ def test_loss_that_reads_no_sampler_trains_on_solutions(
         {"type": "sampled_reverse_kl"},
         {"type": "self_distillation", "k": 4},
         {"type": "compose", "distillation": {"near": NEAR}},
-        {
-            "type": "compose",
-            "rl": {"weight": 0.0},
-            "distillation": {"near": NEAR, "hinted": HINTED},
-        },
+        {**OFF, "distillation": {"near": NEAR, "hinted": HINTED}},
     ],
     ids=["sampled", "self_distillation", "rl", "channel"],
 )
@@ -163,27 +157,13 @@ def test_loss_that_reads_the_sampler_is_refused_on_solutions(
 ) -> None:
     """Solutions have no sampling log-probs, in a sum for any channel."""
     raw = tiny_recipe(loss=loss, rollout__group_size=2, rollout__student_fraction=0.5)
-    with pytest.raises(RecipeError, match="reads the sampler's probabilities") as error:
+    words = "reads the sampler's probabilities.*student_fraction below 1 use a loss on a support"
+    with pytest.raises(RecipeError, match=words):
         parse_recipe(raw)
-    assert "student_fraction below 1 use a loss on a support" in str(error.value)
 
 
-def test_sibling_hint_is_refused_beside_an_rl_term(
-    tiny_recipe: Raw, student: tuple[Any, Any]
-) -> None:
+def test_sibling_hint_is_refused_beside_an_rl_term(tiny_recipe: Raw) -> None:
     """Of a group with one correct rollout, those with a hint are the wrong ones."""
-    rewards = [0.0, 1.0, 0.0, 0.0]
-    advantages = group_advantages([0] * 4, rewards)
-    samples = [
-        replace(sample(0, reward), advantage=advantage)
-        for reward, advantage in zip(rewards, advantages, strict=True)
-    ]
-    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
-    hinted = [
-        one for one, hint in zip(samples, teacher.hints(samples), strict=True) if hint is not None
-    ]
-    assert sum(one.advantage for one in hinted) == -0.75
-    assert sum(one.advantage for one in samples) == 0
     raw = tiny_recipe(
         teacher={"policy": {"hint": "sibling"}},
         loss={"type": "self_distillation", "k": 4, "rl_mix": {"form": "add", "kd": 1.0}},
@@ -193,9 +173,3 @@ def test_sibling_hint_is_refused_beside_an_rl_term(
         parse_recipe(raw)
     raw["teacher"]["policy"]["hint"] = "feedback"
     parse_recipe(raw)
-
-
-def test_preference_loss_alone_is_refused_with_its_place(tiny_recipe: Raw) -> None:
-    """A preference loss belongs to the replay channel of a sum."""
-    with pytest.raises(RecipeError, match=r"make it the replay channel of a compose loss"):
-        parse_recipe(tiny_recipe(loss={"type": "dpo"}))

@@ -29,27 +29,32 @@ from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
 from prime_composer.local.preflight import preflight
-from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import setup_loss_fn
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.step.batch import Sample
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.compatibility import PreflightError
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import VOCAB, open_run, plain_overlap, run, save_padded, tiny_models
+from tests.local.helpers import (
+    VOCAB,
+    open_run,
+    plain_overlap,
+    probed,
+    run,
+    save_padded,
+    tiny_models,
+)
 from tests.vllm_process import QUICK, TeacherProcess
 
 Raw = Callable[..., dict[str, Any]]
 
 EXTRA = 64
 FLOOR = 1e-7
+assert math.log(FLOOR) == LOG_FLOOR == LOG_BUCKET_FLOOR  # of sampled tokens, and of whole heads
 WIDER = ("teacher", "student")
 
 
@@ -159,11 +164,6 @@ def samples_of(engine: Engine) -> list[Sample]:
     prompts = [engine.problems.prompt(problem) for problem in problems]
     rollouts = engine.sampler.generate(prompts, SamplingParams(max_tokens=8), seed=3)
     return [Sample(*pair) for pair in zip(rollouts, problems, strict=True)]
-
-
-def test_floor_is_that_of_the_bucket_of_padding() -> None:
-    """One definition for sampled tokens and for whole heads."""
-    assert math.log(FLOOR) == LOG_FLOOR == LOG_BUCKET_FLOOR
 
 
 @pytest.mark.parametrize("wider", WIDER)
@@ -279,7 +279,6 @@ def test_evaluation_of_any_pair_equals_plain_float64(
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "top K": {"type": "topk_reverse_kl", "k": 8},
     "renorm": {"type": "topk_forward_kl", "k": 8, "normalization": "renorm"},
     "whole": {"type": "generalized_jsd", "k": "full", "normalization": "full"},
     "sampled": {"type": "sampled_reverse_kl"},
@@ -315,10 +314,7 @@ def test_preflight_says_the_sizes_of_unequal_heads(pair: Raw, wider: str) -> Non
 @pytest.mark.parametrize("wider", WIDER)
 def test_probe_of_unequal_heads_passes(pair: Raw, wider: str) -> None:
     """With the sizes of both heads, and the preflight's warning."""
-    recipe = parse_recipe(pair(wider))
-    problems = load_problem_set(recipe.sources)
-    paths = prepare_models(recipe, problems)
-    report = probe(recipe, problems, paths, lambda text: None, seconds=0.01)
+    report = probed(pair(wider))
     assert report.passed and "belong to the tail" in report.warnings[0]
     sizes = {"student": report.student.facts.vocabulary}
     sizes["teacher"] = report.teachers["teacher"].facts.vocabulary
@@ -404,12 +400,8 @@ def test_served_vllm_of_another_size_equals_plain_float64(served_pair: Raw, wide
                 torch.testing.assert_close(
                     own.ref_logprobs.double(), plain.sampled(rollout), atol=5e-5, rtol=0
                 )
-        assert_close_whole(engine, recipe, scorer.score(rollouts, 0, hidden=True), samples)
-
-
-def assert_close_whole(engine: Engine, recipe: Recipe, scores: Any, samples: list[Sample]) -> None:
-    """Compare the KL by hidden states with that of plain softmaxes."""
-    scored = [replace(one, scores=own) for one, own in zip(samples, scores, strict=True)]
-    found = compare(student_inputs(engine.model, scored).hidden_states, reverse_kl)
-    p, q = Plain(engine, recipe).over([sample.rollout for sample in samples], None)
-    torch.testing.assert_close(found.detach().double(), kl(p, q), atol=1e-4, rtol=1e-4)
+        scores = scorer.score(rollouts, 0, hidden=True)
+        scored = [replace(one, scores=own) for one, own in zip(samples, scores, strict=True)]
+        found = compare(student_inputs(engine.model, scored).hidden_states, reverse_kl)
+        whole = kl(*plain.over(rollouts, None))
+        torch.testing.assert_close(found.detach().double(), whole, atol=1e-4, rtol=1e-4)

@@ -14,15 +14,10 @@ from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
 from prime_composer.local.context import check_prompts
-from prime_composer.local.engine import Engine
-from prime_composer.local.opening import teacher_spec
 from prime_composer.local.preflight import preflight, sampling_warnings
-from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
@@ -36,31 +31,13 @@ from prime_composer.teachers.compatibility import (
     common_ends,
     tokenizer_hash,
 )
-from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.server import ServerScorer
-from tests.builders import student_spec
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
 from tests.local.helpers import Silent, open_run, opened, run, tiny_models
 
 VOCAB = 131
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
-
-
-class FixedScores:
-    """A scorer that returns the scores that it is given."""
-
-    limits = Limits()
-    sampler = None
-    gives_any_ids = True
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    def score(self, rollouts, support_size, prompts=None, **_):
-        return [self.scores]
-
-    def close(self): ...
 
 
 def make_tokenizer(words, merges=(), eos="<eos>", unknown="<unk>"):
@@ -89,30 +66,25 @@ def test_same_tokenizer_passes_without_a_warning():
     assert tokenizer_hash(make_tokenizer(WORDS)) == tokenizer_hash(make_tokenizer(WORDS))
 
 
-def test_vocabularies_with_swapped_ids_are_refused():
-    swapped = [*WORDS[:3], "clips", "sold", *WORDS[5:]]
-    with pytest.raises(
-        PreflightError,
-        match="'clips' is 4 and 3\\); choose a teacher and a student with one tokenizer",
-    ):
-        check_tokenizers(make_tokenizer(WORDS), make_tokenizer(swapped))
+LETTERS = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"]
 
 
-def test_special_token_with_another_id_is_named():
-    moved = ["<unk>", "sold", "<pad>", "<eos>", *WORDS[4:]]
-    with pytest.raises(
-        PreflightError, match="special token '<eos>' has id 1 for the student and 3 for the teacher"
-    ):
-        check_tokenizers(make_tokenizer(WORDS), make_tokenizer(moved))
-
-
-def test_tokenizers_that_split_differently_are_refused():
-    letters = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"]
-    one = make_tokenizer(letters, merges=[("s", "o"), ("l", "d")])
-    two = make_tokenizer(letters, merges=[("o", "l")])
-    assert tokenizer_hash(one) == tokenizer_hash(two)
-    with pytest.raises(PreflightError, match="although their vocabularies are equal"):
-        check_tokenizers(one, two)
+@pytest.mark.parametrize(
+    ("student", "teacher", "words"),
+    [
+        ([WORDS], [[*WORDS[:3], "clips", "sold", *WORDS[5:]]],
+         r"'clips' is 4 and 3\); choose a teacher and a student with one tokenizer"),
+        ([WORDS], [["<unk>", "sold", "<pad>", "<eos>", *WORDS[4:]]],
+         "special token '<eos>' has id 1 for the student and 3 for the teacher"),
+        ([LETTERS, [("s", "o"), ("l", "d")]], [LETTERS, [("o", "l")]],
+         "although their vocabularies are equal"),
+    ],
+    ids=["swapped", "special", "merges"],
+)  # fmt: skip
+def test_vocabularies_with_swapped_ids_are_refused(student, teacher, words):
+    """So are other ids of special tokens, and other splits."""
+    with pytest.raises(PreflightError, match=words):
+        check_tokenizers(make_tokenizer(*student), make_tokenizer(*teacher))
 
 
 def test_common_ends_warn_of_an_end_that_a_teacher_lacks():
@@ -125,27 +97,14 @@ def test_common_ends_warn_of_an_end_that_a_teacher_lacks():
 
 
 @pytest.mark.parametrize(
-    "student, teacher, limit, k, message",
+    ("student", "teacher", "limit", "k", "message"),
     [
         (6, 7, 20, 4, "7 tokens and the student's head 6 entries; resize"),
         (7, 6, 20, 4, "7 tokens and the teacher's head 6 entries; choose"),
         (8, 8, 20, 9, "K = 9 and the vocabulary has 8 entries; set k to at most that"),
-        (
-            64,
-            64,
-            20,
-            32,
-            "K = 32 teacher log-probs per token and the teacher answers at most 20; "
-            ".*--max-logprobs 32",
-        ),
+        (64, 64, 20, 32, "K = 32 teacher log-probs .* answers at most 20; .*--max-logprobs 32"),
         (64, 64, 20, "full", "K = 64 teacher log-probs per token"),
-        (
-            64,
-            72,
-            72,
-            "full",
-            "heads of one size, and the student's has 64 entries and the teacher's 72",
-        ),
+        (64, 72, 72, "full", "student's has 64 entries and the teacher's 72"),
     ],
 )
 def test_k_or_head_out_of_reach_names_sizes_and_remedy(student, teacher, limit, k, message):
@@ -220,63 +179,61 @@ def test_weight_sync_names_a_stale_tied_head(sampler, tied_model, monkeypatch):
 
 
 @pytest.mark.vllm
-def test_weight_sync_names_a_stale_prefix_cache(sampler, tied_model, monkeypatch):
-    monkeypatch.setattr(sampler, "forget_prefixes", lambda: None)
-    with pytest.raises(PreflightError, match="reuses cached prefixes .* reset its prefix cache"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("forget_prefixes", "reuses cached prefixes .* reset its prefix cache"),
+        ("update_weights", "kept old weights"),
+    ],
+)
+def test_weight_sync_names_what_is_stale(sampler, tied_model, monkeypatch, name, words):
+    monkeypatch.setattr(sampler, name, lambda *_: None)
+    with pytest.raises(PreflightError, match=words):
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
-@pytest.mark.vllm
-def test_weight_sync_that_does_nothing_is_refused(sampler, tied_model, monkeypatch):
-    monkeypatch.setattr(sampler, "update_weights", lambda model: None)
-    with pytest.raises(PreflightError, match="kept old weights"):
-        check_weight_sync(sampler, tied_model, PROMPTS)
-
-
-@pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
-def test_weight_sync_of_one_rounded_token(models, tied_model, monkeypatch, engine_dtype):
-    """One of eight log-probs 0.8 nat away is bfloat16's rounding, and no float32 engine's."""
-    sampler = TransformersSampler(models.tied)
+def rounded(sampler):
+    """Move one of eight log-probs by 0.8 nat, which is bfloat16's rounding."""
     generate = sampler.generate
 
-    def rounded(*args, **kwargs):
+    def moved(*args, **kwargs):
         (rollout,) = generate(*args, **kwargs)
         rollout.inference_logprobs[-1] -= 0.8
         return [rollout]
 
-    monkeypatch.setattr(sampler, "generate", rounded)
-    if engine_dtype == "bfloat16":
-        assert 0.05 < check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype) < 0.5
-    else:
-        with pytest.raises(PreflightError, match="disagree by 0.8 nat"):
-            check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype)
+    sampler.generate = moved
 
 
-@pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
-def test_weight_sync_of_old_weights_is_seen(models, tied_model, monkeypatch, engine_dtype):
-    """A sampler that takes no weights is refused within the tolerance of either dtype."""
-    sampler = TransformersSampler(models.tied)
-    monkeypatch.setattr(sampler, "update_weights", lambda model: None)
-    with pytest.raises(PreflightError, match="kept old weights"):
-        check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype)
-
-
-def test_weight_sync_that_works_only_once_is_refused(models, tied_model, monkeypatch):
-    sampler = TransformersSampler(models.tied)
+def deaf(sampler, updates=0):
+    """Let a sampler take weights so many times."""
     update, calls = sampler.update_weights, []
-    monkeypatch.setattr(
-        sampler,
-        "update_weights",
-        lambda model: (calls.append(1), len(calls) == 1 and update(model)),
-    )
-    with pytest.raises(PreflightError, match="works only once"):
-        check_weight_sync(sampler, tied_model, PROMPTS)
+    sampler.update_weights = lambda model: (
+        calls.append(1), len(calls) <= updates and update(model)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spoil", "dtype", "words"),
+    [
+        (rounded, "float32", "disagree by 0.8 nat"),
+        (rounded, "bfloat16", None),
+        (deaf, "float32", "kept old weights"),
+        (deaf, "bfloat16", "kept old weights"),
+        (lambda sampler: deaf(sampler, 1), "float32", "works only once"),
+    ],
+)
+def test_weight_sync_that_does_not_work_is_refused(models, tied_model, spoil, dtype, words):
+    sampler = TransformersSampler(models.tied)
+    spoil(sampler)
+    if words is None:
+        assert 0.05 < check_weight_sync(sampler, tied_model, PROMPTS, dtype) < 0.5
+        return
+    with pytest.raises(PreflightError, match=words):
+        check_weight_sync(sampler, tied_model, PROMPTS, dtype)
 
 
 def test_weight_sync_refuses_a_sampler_of_other_weights(models, tied_model):
-    with pytest.raises(
-        PreflightError, match="before any training .* make both load the same weights"
-    ):
+    with pytest.raises(PreflightError, match="before any training .* load the same weights"):
         check_weight_sync(TransformersSampler(models.untied), tied_model, PROMPTS)
 
 
@@ -294,17 +251,15 @@ def test_ids_beyond_the_students_head_are_refused(token):
         check_ids(alien_scores(token), VOCAB)
 
 
-def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe):
+def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe, monkeypatch):
     """A teacher that lists such an id in mid-run ends it with its table, the id, and a remedy."""
     with opened(tiny_recipe()) as engine:
-        problems = engine.problems.problem_set
-        engine.teachers.scorers[TeacherId()] = FixedScores(alien_scores(9999))
+        scorer = engine.teachers.scorers[TeacherId()]
+        monkeypatch.setattr(scorer, "score", lambda *_, **__: [alien_scores(9999)])
         rollout = make_rollout([7, 8], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)
-        message = (
-            r"\[teacher\]: the scores of rollout 0 list id 9999, .* 300 entries, .* choose a teach"
-        )
+        message = r"\[teacher\]: the scores of rollout 0 list id 9999, .* 300 entries, .* choose a"
         with pytest.raises(InvalidAnswer, match=message):
-            engine.score([Sample(rollout, problems.practice[0])])
+            engine.score([Sample(rollout, engine.problems.problem_set.practice[0])])
 
 
 @pytest.fixture
@@ -318,32 +273,27 @@ def served_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("can_tokenize", [True, False])
-def test_preflight_asks_a_server_for_its_tokenizer(can_tokenize, served_elsewhere, tiny_recipe):
-    """A teacher on another machine is compared; only a server that cannot say is a warning."""
-    served_elsewhere.can_tokenize = can_tokenize
-    teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
-    recipe, engine = open_run(tiny_recipe(teacher=teacher))
-    with engine:
-        warnings = preflight(engine, recipe, lambda text: None).warnings
-    assert [
-        ("set teacher.model to its directory or hub id" in warning) for warning in warnings
-    ] == ([] if can_tokenize else [True])
+@pytest.mark.parametrize("samples", [False, True])
+def test_teacher_that_samples_needs_a_known_tokenizer(
+    samples, can_tokenize, served_elsewhere, tiny_recipe
+):
+    """Of a teacher on another machine its server is asked, and a warning where it cannot say.
 
-
-@pytest.mark.parametrize("can_tokenize", [True, False])
-def test_teacher_that_samples_needs_a_known_tokenizer(can_tokenize, served_elsewhere, tiny_recipe):
-    """Ids that nobody has compared are never trained on."""
+    Ids that nobody has compared are never trained on.
+    """
     served_elsewhere.can_tokenize = can_tokenize
     teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
     sampling = {"rollout__other_source": "teacher", "rollout__student_fraction": 0.5}
-    recipe, engine = open_run(tiny_recipe(teacher=teacher, **sampling))
+    recipe, engine = open_run(tiny_recipe(teacher=teacher, **(sampling if samples else {})))
+    remedy = "set teacher.model to its directory"
     with engine:
-        if can_tokenize:
-            assert preflight(engine, recipe, lambda text: None).warnings == []
+        if samples and not can_tokenize:
+            message = f"other_source = 'teacher' trains on them; {remedy}"
+            with pytest.raises(PreflightError, match=message):
+                preflight(engine, recipe, lambda text: None)
             return
-        message = "other_source = 'teacher' trains on them; set teacher.model to its directory"
-        with pytest.raises(PreflightError, match=message):
-            preflight(engine, recipe, lambda text: None)
+        warnings = preflight(engine, recipe, lambda text: None).warnings
+        assert [f"{remedy} or hub id" in one for one in warnings] == [True] * (not can_tokenize)
 
 
 def test_served_tokenizer_that_splits_otherwise_is_refused(served_elsewhere, student):
@@ -370,44 +320,6 @@ def test_served_tokenizer_with_swapped_tokens_is_refused(tmp_path, student):
         with pytest.raises(PreflightError, match=named):
             check_served_tokenizer(student[1], scorer)
         scorer.close()
-
-
-@pytest.mark.vllm
-def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_model):
-    tokenizer = make_tokenizer(["<unk>", "<eos>", "<pad>", *(f"w{i}" for i in range(VOCAB - 3))])
-    recipe = parse_recipe(
-        {
-            "student": {"model": str(models.tied)},
-            "teacher": {"model": str(models.untied)},
-            "loss": {"type": "topk_reverse_kl", "k": 8},
-            "rollout": {"max_tokens": 24, "top_p": 0.9},
-            "data": {"size": 20, "prompt_template": "w4 w5 w6 {question}"},
-            "trainer": {"steps": 1},
-        }
-    )
-    problems = load_problem_set(recipe.sources)
-    routing = Routing.of_recipe(recipe)
-    teacher = TeacherId()
-    student = student_spec(recipe, models.tied)
-    engine = Engine(
-        problems=TokenizedProblems(problems, tokenizer),
-        loss=recipe.loss,
-        model=tied_model,
-        sampler=sampler,
-        teachers=Teachers({teacher: vllm_scorer}, routing),
-        teacher_specs={
-            teacher: teacher_spec(recipe.teacher, student, models.untied, False, "teacher")
-        },
-    )
-    texts = []
-    result = preflight(engine, recipe, texts.append)
-    assert [w.split(" is ")[0] for w in result.warnings] == [
-        "The teacher's tokenizer could not be loaded, so its token ids were not compared with the "
-        "student's; set teacher.model to its directory or hub id.",
-        "rollout.top_p",
-    ]
-    assert texts[:2] == [f"warning: {warning}" for warning in result.warnings]
-    assert "preflight passed" in texts[2] and result.sampler_trainer_difference < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -437,44 +349,35 @@ def test_preflight_refuses_rollouts_beyond_a_servers_answer(k, less, message, ti
                 preflight(engine, recipe, lambda text: None)
 
 
-def test_preflight_refuses_sft_on_the_students_samples(tiny_recipe, tmp_path):
-    """E_p[grad log p] = 0: it would walk at random."""
-    with pytest.raises(
-        PreflightError, match=r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"
-    ):
-        run(tiny_recipe(loss={"type": "sft"}), tmp_path / "run")
+def hinted(policy, **rollout):
+    """Return a recipe whose teacher is the policy with a hint."""
+    sizes = {f"rollout__{key}": value for key, value in rollout.items()}
+    loss = {"type": "self_distillation", "k": 8}
+    return {"teacher": {"policy": policy}, "loss": loss, "rollout__group_size": 2} | sizes
+
+
+SIBLING = {"hint": "sibling", "template": "{question} {hint}"}
 
 
 @pytest.mark.parametrize(
-    ("policy", "rollout", "message"),
+    ("changes", "message"),
     [
-        ({}, {"max_model_len": 100}, "raise rollout.max_model_len from 100 to"),
+        # E_p[grad log p] = 0: it would walk at random.
+        ({"loss": {"type": "sft"}}, r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"),
+        (hinted({}, max_model_len=100), "raise rollout.max_model_len from 100 to"),
         (
-            {"template": "{question} {hint}" + " x" * 150},
-            {"max_model_len": 1000},
+            hinted({"template": "{question} {hint}" + " x" * 150}, max_model_len=1000),
             "has only 256 positions",
         ),
         # A sibling's text may take all of max_tokens, whatever the data's own solutions take.
-        (
-            {"hint": "sibling", "template": "{question} {hint}"},
-            {"max_tokens": 90, "max_model_len": 200},
-            "max_model_len from 200",
-        ),
+        (hinted(SIBLING, max_tokens=90, max_model_len=200), "max_model_len from 200"),
     ],
-    ids=["context", "positions", "sibling"],
+    ids=["sft", "context", "positions", "sibling"],
 )
-def test_preflight_measures_the_longest_hinted_prompt(
-    policy, rollout, message, tiny_recipe, tmp_path
-):
+def test_preflight_refuses_what_cannot_train(changes, message, tiny_recipe, tmp_path):
     """The longest hint, attempt and response are compared with the context and the positions."""
-    raw = tiny_recipe(
-        teacher={"policy": policy},
-        loss={"type": "self_distillation", "k": 8},
-        rollout__group_size=2,
-    )
-    raw["rollout"] |= rollout
     with pytest.raises(PreflightError, match=message):
-        run(raw, tmp_path / "run")
+        run(tiny_recipe(**changes), tmp_path / "run")
 
 
 def test_preflight_refuses_a_solution_beyond_the_teacher(tiny_recipe, tmp_path):

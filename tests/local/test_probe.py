@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from prime_composer.local.probe.report import (
     ProbeReport,
     SupportFacts,
 )
-from prime_composer.local.probe.run import FirstStep, probe, probe_engine
+from prime_composer.local.probe.run import FirstStep, probe_engine
 from prime_composer.local.probe.teacher import (
     Compared,
     Target,
@@ -43,16 +43,7 @@ from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import VOCAB, sample, tiny_models
-
-SECONDS = 0.01
-
-
-def probed(raw: dict[str, Any], status: Callable[[str], None] = lambda text: None) -> ProbeReport:
-    """Probe a recipe given as tables."""
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    return probe(recipe, problems, prepare_models(recipe, problems), status, SECONDS)
+from tests.local.helpers import VOCAB, probed, sample, tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +233,7 @@ def test_a_probe_changes_no_weight_and_writes_nothing(tmp_path, monkeypatch):
     with opened(TINY_RECIPE) as (recipe, engine, _):
         models = (engine.model, engine.sampler.model)
         before = [{n: w.clone() for n, w in model.state_dict().items()} for model in models]
-        assert probe_engine(engine, recipe, lambda text: None, SECONDS).passed
+        assert probe_engine(engine, recipe, lambda text: None, 0.01).passed
         for model, weights in zip(models, before, strict=True):
             assert all(torch.equal(weights[n], w) for n, w in model.state_dict().items())
             assert all(parameter.grad is None for parameter in model.parameters())
@@ -336,39 +327,26 @@ def test_several_teachers_are_measured_on_their_own_share(with_models):
     assert any(text.startswith("[teachers.two]") for text in report.recommendations)
 
 
-def test_a_policy_teacher_has_a_column_of_its_own(tiny_recipe):
-    raw = tiny_recipe(
-        loss={"type": "self_distillation", "k": 4},
-        teacher={"policy": {"hint": "reference", "update": "live"}},
-        rollout__max_model_len=256,
-    )
-    report = probed(raw)
-    teacher = report.teachers["teacher"]
-    assert report.passed, report.findings
-    assert teacher.facts.model == "the policy, hint 'reference'" and teacher.same_tokenizer
-    assert teacher.share == 1.0 and report.step.score_seconds > 0
-    assert teacher.support.largest_k == 64 and "4" in [e.column for e in teacher.throughput]
+POLICY = {"policy": {"hint": "reference", "update": "live"}}
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": {"type": "topk_reverse_kl", "k": "full"}},
-        {
-            "loss": {"type": "self_distillation", "k": "full"},
-            "teacher": {"policy": {"hint": "reference", "update": "live"}},
-            "rollout__max_model_len": 256,
-        },
-    ],
-    ids=["a model", "the policy"],
+    ("teacher", "k"), [("a model", "full"), ("the policy", "full"), ("the policy", 4)]
 )
-def test_hidden_states_are_a_column_of_their_own(tiny_recipe, changes):
-    """It is measured as a step asks for it, beside the values of K."""
-    report = probed(tiny_recipe(**changes))
+def test_what_a_step_asks_for_is_a_column_of_its_own(tiny_recipe, teacher, k):
+    """Hidden states, or a K beside the others; of a model, or of the policy with its hint."""
+    raw = tiny_recipe(loss={"type": "topk_reverse_kl", "k": k}, rollout__max_model_len=256)
+    if teacher == "the policy":
+        raw |= {"teacher": POLICY, "loss": {"type": "self_distillation", "k": k}}
+    report = probed(raw)
+    found = report.teachers["teacher"]
     assert report.passed, report.findings
-    entries = {entry.column: entry for entry in report.teachers["teacher"].throughput}
-    assert report.step.column == "states"
-    assert entries["states"].tokens_per_second > 0 and report.step.score_seconds > 0
+    assert report.step.column == ("states" if k == "full" else "4")
+    (own,) = (entry for entry in found.throughput if entry.column == report.step.column)
+    assert own.tokens_per_second > 0 and report.step.score_seconds > 0
+    assert found.share == 1.0 and found.same_tokenizer
+    if teacher == "the policy":
+        assert found.facts.model == "the policy, hint 'reference'"
 
 
 def test_a_recipe_without_a_teacher_is_a_student_alone(tiny_recipe):
@@ -486,32 +464,24 @@ def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_t
     assert facts.split_hash == read_tokenizer(student[1]).split_hash
 
 
-def test_a_wrong_score_after_the_preflight_fails_the_probe(served):
-    raw, _, teacher = served()
-
-    def spoil_later(text: str) -> None:
-        if text.startswith("measuring teacher"):
-            teacher.spoil("positive_0.3", times=10**6)
-
-    report = probed(raw, spoil_later)
-    (failed,) = failures(report)
-    assert not report.passed
-    assert failed.name == "[teacher] a step's scoring" and "wrong score" in failed.text
-
-
-def test_a_step_that_fails_is_named_by_its_part(served):
+@pytest.mark.parametrize("within", ["running a step", "measuring teacher"])
+def test_a_wrong_score_after_the_preflight_is_named_by_its_part(served, within):
     """The rest is measured all the same, on the rollouts that were sampled before."""
     raw, _, teacher = served()
 
-    def spoil_the_step(text: str) -> None:
-        if text.startswith("running a step"):
-            teacher.spoil("positive_0.3", times=10**6)
+    def spoil(text: str) -> None:
         if text.startswith("measuring teacher"):
             teacher.heal()
+        if text.startswith(within):
+            teacher.spoil("positive_0.3", times=10**6)
 
-    report = probed(raw, spoil_the_step)
+    report = probed(raw, spoil)
     (failed,) = failures(report)
-    assert failed.name == "a step's training" and "wrong score" in failed.text
+    assert not report.passed and "wrong score" in failed.text
+    if within == "measuring teacher":
+        assert failed.name == "[teacher] a step's scoring"
+        return
+    assert failed.name == "a step's training"
     assert report.step.sample_seconds > 0 and report.step.score_seconds is None
     assert report.student.unmeasured["training"] == failed.text
     assert report.teachers["teacher"].support is not None

@@ -8,14 +8,11 @@ import torch
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.local.probe.report import TokenizerPairFacts
-from prime_composer.local.probe.run import probe
 from prime_composer.local.probe.tokenizers import pair_facts
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
-from prime_composer.tiny_models.cache import prepare_models
+from tests.local.helpers import probed
 from tests.teachers.own import STUDENT, TEACHER, own_recipe, rollout_of, scorer_of, wrapped
 
 
@@ -58,10 +55,7 @@ def test_pair_facts_count_tokens_that_nobody_would_write() -> None:
 def test_probe_measures_a_teacher_with_its_own_tokenizer(
     tiny_recipe: Callable[..., dict[str, Any]],
 ) -> None:
-    recipe = parse_recipe(own_recipe(tiny_recipe, trainer__steps=1))
-    problems = load_problem_set(recipe.problem_sources)
-    paths = prepare_models(recipe, problems)
-    report = probe(recipe, problems, paths, lambda text: None, 0.01)
+    report = probed(own_recipe(tiny_recipe, trainer__steps=1))
     assert report.passed, [finding for finding in report.findings if finding.state == "failed"]
     teacher = report.teachers["teacher"]
     assert teacher.same_tokenizer is False and teacher.same_prompts is None

@@ -270,11 +270,9 @@ def test_moving_teachers_follow_the_rounded_policy(raw: dict[str, Any]) -> None:
 def test_frozen_reference_is_the_student_of_step_0(raw: dict[str, Any]) -> None:
     """That of a preference loss in the replay channel."""
     raw["rollout"]["group_size"] = 2
-    raw["loss"] = {
-        "type": "compose",
-        "distillation": {"near": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}},
-        "replay": {"weight": 1.0, "loss": {"type": "dpo"}},
-    }
+    near = {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}
+    replay = {"weight": 1.0, "loss": {"type": "dpo"}}
+    raw["loss"] = {"type": "compose", "distillation": {"near": near}, "replay": replay}
     with opened(raw) as engine:
         assert engine.reference is not None
         state, frozen = engine.model.state_dict(), engine.reference.state_dict()

@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from prime_composer.local import collect
-from prime_composer.local.opening import open_engine
 from prime_composer.local.tracker import read_metrics
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import REFERENCE, TeacherId
-from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import copy_first_half, planned, run, sample, tiny_models
+from tests.local.helpers import copy_first_half, opened, planned, run, sample, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 THIRD = {"prepare": {**TINY_MODEL, "seed": 3, "sft_steps": 5}}
@@ -24,12 +20,9 @@ THIRD = {"prepare": {**TINY_MODEL, "seed": 3, "sft_steps": 5}}
 def test_scores_are_extrapolated_from_the_reference(tiny_recipe: Raw) -> None:
     """lambda log q + (1 - lambda) log r of two open scorers, and the support is the teacher's."""
     raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference={**THIRD, "reward_scale": 1.5})
-    recipe = parse_recipe(raw)
-    problems = load_problem_set(recipe.sources)
-    paths = prepare_models(recipe, problems)
-    assert set(paths) == {"teacher", "student", "reference"}
+    assert set(tiny_models(raw)) == {"teacher", "student", "reference"}
     assert any(line.startswith("reference: ") for line in planned(raw))
-    with open_engine(recipe, problems, paths, lambda text: None) as engine:
+    with opened(raw) as engine:
         one = sample(0)
         (scored,) = engine.score([one])[0]
         q, r = (
@@ -70,17 +63,19 @@ def test_reference_is_the_start_also_after_a_resume(
     assert [one["loss"] for one in resumed[1:]] == [one["loss"] for one in runs["g_opd"][1:]]
 
 
-def test_reference_of_another_vocabulary_is_refused(tiny_recipe: Raw) -> None:
-    """``check`` names the table."""
-    other = {"prepare": {**THIRD["prepare"], "vocab_size": 310}}
-    raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=other)
-    tiny_models(raw)
-    with pytest.raises(ValueError, match=r"^\[reference\]: "):
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ({"prepare": {**THIRD["prepare"], "vocab_size": 310}}, r"^\[reference\]: "),
+        ({"model": "./nowhere"}, r"reference.*nowhere"),
+    ],
+)
+def test_reference_that_does_not_fit_is_refused(
+    reference: dict[str, Any], words: str, tiny_recipe: Raw
+) -> None:
+    """Of another vocabulary, or missing: ``check`` names the table."""
+    raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=reference)
+    if "prepare" in reference:
+        tiny_models(raw)
+    with pytest.raises(ValueError, match=words):
         planned(raw)
-
-
-def test_reference_that_is_missing_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """``check`` names the table and the directory."""
-    missing = {"model": str(tmp_path / "nowhere")}
-    with pytest.raises(ValueError, match=r"reference.*nowhere"):
-        planned(tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=missing))

@@ -1,7 +1,6 @@
 """Whole runs with a tape of their teacher."""
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -303,13 +302,3 @@ def test_plan_and_probe_know_a_tape(tiny_recipe: Raw, tmp_path: Path) -> None:
     assert any("alone answers" in line for line in dry_run(alone, problems))
     (finding,) = probe(alone, problems, {}, lambda text: None).findings
     assert finding.state == "failed" and "--set teacher.tape_only=false" in finding.text
-
-
-def test_tapes_header_says_whose_answers_it_has(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Fingerprint of the weights, and the hash of the student's tokenizer."""
-    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"), trainer__steps=1)
-    run(raw, tmp_path / "run")
-    header = json.loads((tmp_path / "tape" / "tape.json").read_text())
-    folder = tiny_models(raw)["teacher"]
-    assert len(header["fingerprint"]) == 64 and header["vocab_size"] == 300
-    assert header["model"]["seed"] == 1 and folder.is_dir()

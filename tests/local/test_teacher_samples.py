@@ -123,20 +123,13 @@ def test_teacher_samples_what_the_student_does_not() -> None:
     assert [a.by_teacher for a in again] == [b.by_teacher for b in rollouts]
 
 
-def test_teacher_alone_samples_every_sequence() -> None:
-    """With a fraction of 0 every sequence is the teacher's."""
-    problems = numbered(2, lambda i: "sums")
-    settings = config(student_fraction=0.0, group_size=3)
-    rollouts = sample_rollouts(writers(problems, OWN), settings, problems, 0, 1)
-    assert all(one.by_teacher for one in rollouts) and len(rollouts) == 6
-
-
 def test_mixture_samples_with_one_teacher_by_weight() -> None:
     """Of a mixture each answer is of one teacher, drawn by its weight."""
     shares = {"both": {TeacherId("sums"): 0.25, TeacherId("chains"): 0.75}}
     problems = numbered(400, lambda i: "both")
     settings = config(student_fraction=0.0)
     rollouts = sample_rollouts(writers(problems, shares), settings, problems, 0, 1)
+    assert all(one.by_teacher for one in rollouts) and len(rollouts) == 400
     assert 65 < sum(int(one.token_ids[1]) == SUMS for one in rollouts) < 135
 
 

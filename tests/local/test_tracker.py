@@ -1,5 +1,6 @@
 """Metrics: what is written, what a resumed run drops, what a crash may cut off."""
 
+import errno
 import itertools
 import sys
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from prime_composer.cli.figures import draw_report
 from prime_composer.local.tracker import METRICS_FILE, Tracker, read_metrics
 from prime_composer.recipe.schema import LoggingConfig
+from tests.local.test_checkpoint import files_of_at_most
 
 QUIET = LoggingConfig(tensorboard=False)
 
@@ -80,32 +81,16 @@ def test_tracker_amends_the_record_of_a_step(tmp_path: Path) -> None:
     ]
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from prime_composer.local.tracker import Tracker
-from tests.local.test_tracker import QUIET
-resource.setrlimit(resource.RLIMIT_FSIZE, (60, resource.RLIM_INFINITY))
-with Tracker(Path(sys.argv[1]), QUIET) as tracker:
-    tracker.log(1, {"loss": 1.0})
-    for _ in range(2):
-        try:
-            tracker.log(2, {"loss": 0.123456789012345678})
-        except OSError as error:
-            print(error.errno, error.filename)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    tracker.log(2, {"loss": 2.0})
-"""
-
-
-@pytest.mark.slow
 def test_tracker_writes_a_record_whole_or_not_at_all(tmp_path: Path) -> None:
     """The kernel takes half of a line and then refuses; the half does not stay."""
-    import subprocess
-
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert done.stdout == f"27 {tmp_path}/metrics.jsonl\n" * 2, done.stderr
+    with Tracker(tmp_path, QUIET) as tracker:
+        tracker.log(1, {"loss": 1.0})
+        for _ in range(2):
+            with pytest.raises(OSError) as caught, files_of_at_most(60):
+                tracker.log(2, {"loss": 0.123456789012345678})
+            named = caught.value.errno, str(caught.value.filename)
+            assert named == (errno.EFBIG, str(tmp_path / METRICS_FILE))
+        tracker.log(2, {"loss": 2.0})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
 
 
@@ -126,26 +111,11 @@ def test_full_disk_ends_tensorboard_and_not_the_run(
     assert len(read_metrics(tmp_path)) == 2
 
 
-def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_has_the_same_numbers_once(tmp_path: Path) -> None:
+    """Also of steps that are finished again, as after an outer step of islands that failed."""
     with Tracker(tmp_path, LoggingConfig()) as tracker:
-        for step, value in ((1, 0.25), (2, 0.125)):
-            tracker.log(step, {"loss": value, "bad": float("nan")})
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (1, 0.25),
-        (2, 0.125),
-    ]
-    assert events.Tags()["scalars"] == ["loss"]
-
-
-def test_steps_that_are_finished_again_are_in_tensorboard_once(tmp_path: Path) -> None:
-    """As after an outer step of islands that failed."""
-    with Tracker(tmp_path, LoggingConfig(tensorboard=True)) as tracker:
         for step in range(5):
-            tracker.log(step, {"loss": float(step)})
+            tracker.log(step, {"loss": float(step), "bad": float("nan")})
         tracker.rewind(2)
         tracker.log(3, {"loss": 9.0})
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -154,6 +124,7 @@ def test_steps_that_are_finished_again_are_in_tensorboard_once(tmp_path: Path) -
     events.Reload()
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 9.0)]
     assert [(one.step, one.value) for one in events.Scalars("loss")] == expected
+    assert events.Tags()["scalars"] == ["loss"]
     assert [(one["step"], one["loss"]) for one in read_metrics(tmp_path)] == expected
 
 
@@ -186,30 +157,21 @@ def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, wandb: list[Any
 
 
 def test_resumed_run_continues_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
-    for run_dir in (tmp_path / "one", tmp_path / "two"):
-        run_dir.mkdir()
-        Tracker(run_dir, WANDB).close()
-    for _ in range(2):
-        Tracker(tmp_path / "one", WANDB, resume_step=0).close()
+    """Each new run has one of its own, and so has one that was begun without W&B."""
+    for name in ("one", "two", "without"):
+        (tmp_path / name).mkdir()
+    for name in ("one", "two"):
+        Tracker(tmp_path / name, WANDB).close()
+    write(tmp_path / "without", 2)
+    for name in ("one", "one", "without", "without"):
+        Tracker(tmp_path / name, WANDB, resume_step=int(name == "without")).close()
     settings = [entry for entry in wandb if entry != "finished"]
-    assert [entry["id"] for entry in settings] == [None, None, "run-1", "run-1"]
+    ids = [None, None, "run-1", "run-1", None, "run-3"]
+    assert [entry["id"] for entry in settings] == ids
     assert settings[2]["resume"] == settings[3]["resume"] == "allow"
-
-
-def test_run_resumed_with_wandb_opens_a_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
-    write(tmp_path, 2)
-    Tracker(tmp_path, WANDB, resume_step=1).close()
-    Tracker(tmp_path, WANDB, resume_step=1).close()
-    assert [entry["id"] for entry in wandb if entry != "finished"] == [None, "run-1"]
 
 
 def test_missing_wandb_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         Tracker(tmp_path, WANDB)
-
-
-def test_a_run_without_an_evaluation_yet_can_be_drawn(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    draw_report([tmp_path], tmp_path / "report.png")
-    assert (tmp_path / "report.png").stat().st_size > 1000
