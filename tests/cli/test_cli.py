@@ -17,7 +17,7 @@ from prime_composer.cli.commands import main
 from prime_composer.cli.machine import choose_engine
 from prime_composer.local.run_dir import HeldRunDir, InUse, RunRequest, claim_run_dir
 from prime_composer.recipe.loading import parse_recipe
-from tests.command import CLI, prime_rl, toml
+from tests.command import toml
 from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,8 @@ def files_under(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_check_prints_the_resolved_recipe() -> None:
-    done = prime_rl("check", RECIPE, "--set", "trainer.lr=1e-4")
+def test_check_prints_the_resolved_recipe(cli: Cli) -> None:
+    done = cli("check", RECIPE, "--set", "trainer.lr=1e-4")
     assert done.returncode == 0
     resolved = json.loads(done.stdout)
     assert resolved["trainer"]["lr"] == 1e-4
@@ -101,10 +101,9 @@ def test_dev_mode_keeps_the_traceback_of_a_refusal() -> None:
 
 
 def test_a_run_ends_with_a_table_a_plot_and_its_directory(
-    tiny_file: Path, tmp_path: Path, engine_forks: ForkServer
+    tiny_file: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    words = ("rl", "--config", tiny_file, "--engine", "local")
-    done = engine_forks.run(*CLI, *words, cwd=tmp_path)
+    done = cli("rl", "--config", tiny_file, "--engine", "local")
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "outputs" / "tiny"
     texts = ("student before", "student after", "reverse KL", "outputs/tiny", "preflight passed")
@@ -138,8 +137,20 @@ def test_a_run_loads_recipe_data_and_models_once(
     assert sorted(calls) == ["load_problem_set", "parse_recipe", "prepare_models", "read_tables"]
 
 
-def test_rl_without_vllm_is_refused_before_preparing(
-    cli: Cli, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("rollout.backend='vllm'", ("this recipe needs vllm: pip install", "[local]'")),
+        ("student={model='models/studnt/x'}", ("[student] model = 'models/studnt/x' is neither",)),
+    ],
+)
+def test_rl_that_cannot_run_is_refused_before_preparing(
+    change: str,
+    words: tuple[str, ...],
+    cli: Cli,
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for small models to be trained, only to read that vLLM is missing."""
     from prime_composer.cli import runs
@@ -148,20 +159,10 @@ def test_rl_without_vllm_is_refused_before_preparing(
     prepared: list[Any] = []
     monkeypatch.setattr(runs, "prepare_models", lambda *args, **kw: prepared.append(args) or {})
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else name)
-    done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", "rollout.backend='vllm'")
+    done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", change)
     assert done.returncode == 2 and not prepared
-    assert "this recipe needs vllm: pip install" in done.stderr and "[local]'" in done.stderr
+    assert [word for word in words if word not in done.stderr] == []
     assert not (tmp_path / "outputs").exists()
-
-
-def test_a_second_run_gets_a_directory_of_its_own(
-    cli: Cli, tiny_file: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "outputs" / "tiny").mkdir(parents=True)
-    done = cli("rl", "--config", tiny_file)
-    assert done.returncode == 0, done.stderr
-    assert "run directory: outputs/tiny-2" in done.stdout
-    assert not list((tmp_path / "outputs" / "tiny").iterdir())
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
@@ -177,14 +178,23 @@ def test_a_directory_that_is_not_empty_is_left_alone(
     assert files_under(taken) == {"thesis.txt"}
 
 
-def test_resume_needs_a_checkpoint_and_the_same_recipe(cli: Cli, tiny_file: Path) -> None:
+def test_resume_needs_a_checkpoint_and_the_same_recipe(
+    cli: Cli, tiny_file: Path, tmp_path: Path
+) -> None:
+    """A dry run says where it would continue, and that another run gets a name of its own."""
     words = ("rl", "--config", tiny_file)
-    done = cli(*words, "--resume")
-    assert done.returncode == 2 and "no run of tiny under outputs/" in done.stderr
+    for dry in ((), ("--dry-run",)):
+        done = cli(*words, "--resume", *dry)
+        assert done.returncode == 2 and "no run of tiny under outputs/" in done.stderr
     assert cli(*words, "--set", "trainer.steps=3").returncode == 0
+    before = files_under(tmp_path)
     done = cli(*words, "--resume", "--set", "trainer.lr=5e-4")
     assert done.returncode == 2
     assert "trainer.lr" in done.stderr and "trainer.steps" in done.stderr
+    done = cli(*words, "--set", "trainer.steps=3", "--dry-run", "--resume")
+    assert "run directory: outputs/tiny, resuming after step 3" in done.stdout, done.stderr
+    assert "run directory: outputs/tiny-2\n" in cli(*words, "--dry-run").stdout
+    assert files_under(tmp_path) == before
 
 
 def test_a_failed_preflight_leaves_no_run_directory(
@@ -209,37 +219,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert "topk_reverse_kl" in done.stdout
     assert "nothing was run, nothing was written" in done.stdout
     assert files_under(tmp_path) == {"tiny.toml"}
-
-
-def test_dry_run_names_the_step_that_resume_starts_after(
-    cli: Cli, tiny_file: Path, tmp_path: Path
-) -> None:
-    words = ("rl", "--config", tiny_file, "--engine", "local")
-    assert cli(*words).returncode == 0
-    before = files_under(tmp_path)
-    done = cli(*words, "--dry-run", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "run directory: outputs/tiny, resuming after step 4" in done.stdout
-    done = cli(*words, "--dry-run")
-    assert "run directory: outputs/tiny-2\n" in done.stdout
-    assert files_under(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"], "absent.jsonl"),
-        (["--set", "rollout.max_tokens=120"], "max_model_len"),
-        (["--resume"], "no run of tiny under outputs/"),
-    ],
-    ids=["data", "context", "resume"],
-)
-def test_dry_run_refuses_what_the_run_would_refuse(
-    words: list[str], message: str, cli: Cli, tiny_file: Path
-) -> None:
-    assert cli("prepare", "--config", tiny_file).returncode == 0  # the plan reads the tokenizer
-    done = cli("rl", "--config", tiny_file, "--engine", "local", "--dry-run", *words)
-    assert done.returncode == 2 and message in done.stderr
 
 
 def test_dry_run_is_passed_to_the_prime_rl_launcher(
@@ -378,39 +357,28 @@ LIGHTHOUSE = ("--lighthouse", "http://127.0.0.1:1")
         ((*ISLANDS, "--island", "0", "--lighthouse", "10.0.0.1"), "http://HOST:PORT"),
         ((*ISLANDS, "--engine", "prime-rl", "--islands", "2"), "islands belong to --engine local"),
         (("--islands", "2"), "add a table [diloco] with replicas = 2"),
+        ((*ISLANDS, "--islands", "2"), "Linux on x86_64 and Python 3.11 to 3.13"),
+        ((*ISLANDS, "--islands", "2"), "diloco]"),
     ],
 )
 def test_options_of_islands_that_do_not_fit_are_refused(
-    words: tuple[str, ...], message: str, tiny_file: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, tiny_file: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *words]) == 2
-    assert message in "".join(capsys.readouterr())
-
-
-def test_dry_run_names_the_folder_of_an_island(
-    tiny_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--islands", "2", "--output-dir", "here", "--dry-run"]
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 0
-    text = capsys.readouterr().out
-    assert "2 islands" in text and "run directory: here/island_0" in text
-
-
-def test_islands_without_torchft_say_what_to_install(
-    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """As is an environment without torchft, with what to install."""
     monkeypatch.setitem(sys.modules, "torchft", None)
-    words = ["--islands", "2"]
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 2
-    text = capsys.readouterr().err
-    assert "Linux on x86_64 and Python 3.11 to 3.13" in text and "diloco]" in text
+    done = cli("rl", "--config", tiny_file, "--engine", "local", *words)
+    assert done.returncode == 2 and message in done.stdout + done.stderr
+
+
+def test_dry_run_names_the_folder_of_an_island(tiny_file: Path, cli: Cli) -> None:
+    words = ("--islands", "2", "--output-dir", "here", "--dry-run")
+    done = cli("rl", "--config", tiny_file, "--engine", "local", *ISLANDS, *words)
+    assert done.returncode == 0
+    assert "2 islands" in done.stdout and "run directory: here/island_0" in done.stdout
 
 
 def test_islands_of_which_one_fails_are_all_stopped(
-    tiny_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_file: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failed one is named with its exit status, and the line that continues all of them."""
     pytest.importorskip("torchft")
@@ -418,20 +386,21 @@ def test_islands_of_which_one_fails_are_all_stopped(
     island.write_text('#!/bin/sh\ncase "$*" in *"--island 1"*) exit 3;; *) exec sleep 60;; esac\n')
     island.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(island))
-    words = ["--islands", "2", "--output-dir", str(tmp_path / "out")]
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 3
-    text = capsys.readouterr().out
-    assert "island 1 ended with exit status 3" in text and "island 0 ended by signal 15" in text
-    _, _, command = text.partition("continue all of them with\n")
+    words = ("--islands", "2", "--output-dir", tmp_path / "out")
+    done = cli("rl", "--config", tiny_file, "--engine", "local", *ISLANDS, *words)
+    assert done.returncode == 3
+    assert "island 1 ended with exit status 3" in done.stdout
+    assert "island 0 ended by signal 15" in done.stdout
+    _, _, command = done.stdout.partition("continue all of them with\n")
     assert f"--output-dir {tmp_path / 'out'} --islands 2 --resume" in command
 
 
 def test_island_without_a_lighthouse_says_how_to_start_one(
-    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_file: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torchft")
     monkeypatch.setattr("prime_composer.local.islands.join.FIRST_SECONDS", 0.5)
-    words = ["--island", "0", "--lighthouse", "http://user:word@127.0.0.1:1"]
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local", *ISLANDS, *words]) == 2
-    text = capsys.readouterr().err
-    assert "http://***@127.0.0.1:1: no lighthouse" in text and "lighthouse --config" in text
+    words = ("--island", "0", "--lighthouse", "http://user:word@127.0.0.1:1")
+    done = cli("rl", "--config", tiny_file, "--engine", "local", *ISLANDS, *words)
+    assert done.returncode == 2 and "http://***@127.0.0.1:1: no lighthouse" in done.stderr
+    assert "lighthouse --config" in done.stderr

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from prime_composer.cli import probe as command
-from prime_composer.cli.commands import main
 from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
 from tests.command import prime_rl, toml
@@ -27,25 +26,21 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def probes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Probe the recipe of a table within this process, with a hundredth of the time per column."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "probe", partial(probe, seconds=0.02))
 
     def call(raw: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
         Path("tiny.toml").write_text(toml(raw))
-        capsys.readouterr()
-        status = main(["probe", "--config", "tiny.toml", *words])
-        printed = capsys.readouterr()
-        return subprocess.CompletedProcess(words, status, printed.out, printed.err)
+        return cli("probe", "--config", "tiny.toml", *words)
 
     return call
 
 
-def test_tables_have_every_fact_of_the_json(cli: Cli, tiny_recipe: Raw) -> None:
+def test_tables_have_every_fact_of_the_json(probes: Cli, tiny_recipe: Raw) -> None:
     """Titles are the names of fields but for some. Progress goes to stderr; nothing is written."""
-    report = json.loads(cli(tiny_recipe(), "--json").stdout)
-    done = cli(tiny_recipe())
+    report = json.loads(probes(tiny_recipe(), "--json").stdout)
+    done = probes(tiny_recipe())
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     for record in (report["step"], report["student"], *report["teachers"].values()):
@@ -72,8 +67,8 @@ def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
                     yield from fields_of(value)
 
 
-def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
-    done = cli(tiny_recipe(), "--json", "--set", "loss.k=5")
+def test_json_has_stable_keys_and_numbers(probes: Cli, tiny_recipe: Raw) -> None:
+    done = probes(tiny_recipe(), "--json", "--set", "loss.k=5")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert list(report) == [
@@ -99,12 +94,12 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
 
 @pytest.mark.parametrize("has_plugin", [True, False])
 def test_models_say_what_a_server_answers_in_binary(
-    cli: Cli, tiny_recipe: Raw, has_plugin: bool
+    probes: Cli, tiny_recipe: Raw, has_plugin: bool
 ) -> None:
     folders = tiny_models(TINY_RECIPE)
     with SpoilingServer(folders["teacher"], plugin=has_plugin) as server:
         teacher = {"model": str(folders["teacher"]), "url": server.url}
-        done = cli(tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher))
+        done = probes(tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher))
     rows = dict(re.findall(r"^ +(plugin: .+?) {2,}– {3,}(.+?) *$", done.stdout, re.MULTILINE))
     if not has_plugin:
         assert rows == {}
@@ -115,19 +110,19 @@ def test_models_say_what_a_server_answers_in_binary(
     assert "rows 300" in rows["plugin: head"]
 
 
-def test_a_failed_check_exits_with_1_and_its_name(cli: Cli, tiny_recipe: Raw) -> None:
+def test_a_failed_check_exits_with_1_and_its_name(probes: Cli, tiny_recipe: Raw) -> None:
     """The K of the loss is too large for the vocabulary. The rest is measured all the same."""
-    done = cli(tiny_recipe(loss__k=301))
+    done = probes(tiny_recipe(loss__k=301))
     assert done.returncode == 1
     name = "[teacher] tokenizer, vocabulary, context"
     assert f"prime-rl probe: {name}: The loss asks for K = 301" in done.stderr
     assert f"{name}   FAILED" in done.stdout and "tokens per second" in done.stdout
 
 
-def test_models_that_do_not_open_are_a_check_in_json(cli: Cli, tiny_recipe: Raw) -> None:
+def test_models_that_do_not_open_are_a_check_in_json(probes: Cli, tiny_recipe: Raw) -> None:
     student = {"model": str(tiny_models(TINY_RECIPE)["student"])}
     raw = tiny_recipe(student=student, teacher={"model": "./absent"})
-    done = cli(raw, "--json")
+    done = probes(raw, "--json")
     report = json.loads(done.stdout)
     assert done.returncode == 1 and report["student"] is None
     assert [check["name"] for check in report["checks"]] == ["opening the models"]
@@ -161,10 +156,10 @@ def test_a_bfloat16_server_is_probed_as_it_is(
 
 
 def test_context_beyond_the_model_is_said_once_in_preflights_words(
-    cli: Cli, tiny_recipe: Raw
+    probes: Cli, tiny_recipe: Raw
 ) -> None:
     """Before anything is loaded."""
-    done = cli(tiny_recipe(rollout={"backend": "vllm", "max_model_len": 2048}))
+    done = probes(tiny_recipe(rollout={"backend": "vllm", "max_model_len": 2048}))
     both = done.stdout + done.stderr
     assert done.returncode == 1
     assert (
@@ -174,7 +169,7 @@ def test_context_beyond_the_model_is_said_once_in_preflights_words(
 
 
 def test_probe_makes_the_checks_of_a_dry_run(
-    cli: Cli, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+    probes: Cli, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only the dry run looks at is a failed check, and the rest is measured all the same."""
 
@@ -183,7 +178,7 @@ def test_probe_makes_the_checks_of_a_dry_run(
 
     monkeypatch.setattr(requirements, "import_wandb", refuse)
     raw = tiny_recipe(logging={"tensorboard": False, "wandb": {"project": "p"}})
-    done = cli(raw, "--json")
+    done = probes(raw, "--json")
     report = json.loads(done.stdout)
     failed = [check for check in report["checks"] if check["passed"] is False]
     assert [check["name"] for check in failed] == ["what rl --dry-run checks"]

@@ -20,7 +20,6 @@ from prime_composer.local.recipe_file import (
     write_recipe,
 )
 from prime_composer.local.run_dir import (
-    HeldRunDir,
     InUse,
     RunRequest,
     choose_run_dir,
@@ -87,15 +86,6 @@ def refusal(wish: RunRequest) -> str:
     return str(caught.value)
 
 
-def over_again(claim: HeldRunDir) -> bool:
-    """Begin the claimed run, and return whether an earlier start was cleared away."""
-    with claim:
-        assert "starting over" in claim.run_dir.describe()
-        claim.begin()
-        names = {path.name for path in claim.path.iterdir()}
-    return names == {".lock", ".holder", "recipe.json"}
-
-
 @pytest.mark.parametrize("output_dir", ["run", None])
 @pytest.mark.parametrize("resume", [False, True])
 def test_early_start_is_no_run_and_starts_over(
@@ -106,7 +96,11 @@ def test_early_start_is_no_run_and_starts_over(
     assert choose_run_dir(wish(output_dir, resume=resume)).path == path
     claim = claim_run_dir(wish(output_dir, resume=resume))
     assert claim.path == path and claim.run_dir.checkpoint is None
-    assert over_again(claim)
+    with claim:
+        assert "starting over" in claim.run_dir.describe()
+        claim.begin()
+        names = {file.name for file in claim.path.iterdir()}
+    assert names == {".lock", ".holder", "recipe.json"}
 
 
 def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., RunRequest]) -> None:
@@ -136,8 +130,9 @@ def test_early_start_of_another_recipe_is_refused(wish: Callable[..., RunRequest
     message = refusal(wish(changes=other, resume=True))
     assert "no complete checkpoint" in message and "other values of trainer.lr" in message
     begin(wish(None))
+    Path("outputs/r-2").mkdir()  # an empty one is taken, too
     with claim_run_dir(wish(None, other)) as claim:
-        assert claim.path == Path("outputs/r-2")
+        assert claim.path == Path("outputs/r-3")
 
 
 @pytest.mark.parametrize("foreign", ["thesis.txt", "checkpoints/best", "tensorboard/notes.txt"])
@@ -188,14 +183,16 @@ def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., R
     }
 
 
-def test_overwrite_leaves_a_directory_without_a_recipe_alone(
-    wish: Callable[..., RunRequest],
-) -> None:
-    Path("run").mkdir()
-    Path("run/metrics.jsonl").write_text("mine")
-    assert "holds no recipe.json, so it is no run" in refusal(wish(overwrite=True))
-    Path("run/recipe.json").write_text('{"flour": 500}')
+def test_recipe_that_is_gone_or_no_recipe_is_named(wish: Callable[..., RunRequest]) -> None:
+    """Neither --resume nor --overwrite touches such a directory."""
+    recipe = finish(wish(), 2) / "recipe.json"
+    for damaged in (recipe.read_text()[:100], 100_000 * "[", '{"flour": 500}'):
+        recipe.write_text(damaged)
+        assert "run/recipe.json is not a run's recipe" in refusal(wish(resume=True))
     assert "is not a run's recipe" in refusal(wish(overwrite=True))
+    recipe.unlink()
+    assert "run holds no recipe.json" in refusal(wish(resume=True))
+    assert "holds no recipe.json, so it is no run" in refusal(wish(overwrite=True))
 
 
 def test_overwrite_clears_links_and_not_what_they_point_to(
@@ -222,30 +219,21 @@ def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., RunReques
     assert "no checkpoint of step 4; it has 2, 3" in refusal(wish(resume=True, step=4))
 
 
-def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., RunRequest]) -> None:
-    recipe = finish(wish(), 2) / "recipe.json"
-    for damaged in (recipe.read_text()[:100], 100_000 * "["):
-        recipe.write_text(damaged)
-        assert "run/recipe.json is not a run's recipe" in refusal(wish(resume=True))
-    recipe.unlink()
-    assert "run holds no recipe.json" in refusal(wish(resume=True))
-
-
-ALLOWED = {
-    "teacher": {"wait": 5.0, "timeout": 900.0},
-    "rollout": {"wait": 5.0, "timeout": 900.0},
-    "checks": {"every": 3},
-    "eval": {"every": 1},
-    "checkpoint": {"keep": 7},
-}
-
-
-@pytest.mark.parametrize("section", ALLOWED)
+@pytest.mark.parametrize(
+    ("section", "allowed"),
+    [
+        ("teacher", {"wait": 5.0, "timeout": 900.0}),
+        ("rollout", {"wait": 5.0, "timeout": 900.0}),
+        ("checks", {"every": 3}),
+        ("eval", {"every": 1}),
+        ("checkpoint", {"keep": 7}),
+    ],
+)
 def test_resume_allows_what_no_number_depends_on(
-    section: str, tiny_recipe: Raw, wish: Callable[..., RunRequest]
+    section: str, allowed: dict[str, Any], tiny_recipe: Raw, wish: Callable[..., RunRequest]
 ) -> None:
     finish(wish(), 2)
-    table = {**tiny_recipe().get(section, {}), **ALLOWED[section]}
+    table = {**tiny_recipe().get(section, {}), **allowed}
     assert choose_run_dir(wish(changes={section: table}, resume=True)).note == ""
 
 
@@ -277,11 +265,7 @@ def served(recipe: dict[str, Any], url: str, dtype: str | None = None) -> dict[s
     """Return the changes that put the teacher and the sampler of a recipe on servers."""
     teacher = {"model": "m", "url": url, "dtype": dtype, "backend": "server"}
     rollout = {**recipe["rollout"], "backend": "server", "url": url}
-    return {
-        "teacher": None,
-        "teachers": {"a": teacher},
-        "rollout": rollout,
-    }
+    return {"teacher": None, "teachers": {"a": teacher}, "rollout": rollout}
 
 
 def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., RunRequest]) -> None:

@@ -10,8 +10,6 @@ from prime_composer.problems.answers import check_reference, is_correct
 from prime_composer.problems.config import DataConfig, Problem, Topic
 from prime_composer.problems.generated_facts import CAPITALS, CASTS, TOPICS, generate_facts
 from prime_composer.problems.loading import load_problem_set, load_problems
-from prime_composer.recipe.loading import parse_recipe
-from tests.recipe.helpers import refusal
 
 IN_PROMPT: tuple[Topic, ...] = ("ages", "towns", "jobs", "copies")
 
@@ -71,8 +69,6 @@ def test_held_out_names_never_occur_in_training() -> None:
 
 
 def test_facts_are_drawn_from_their_seed() -> None:
-    assert load_problems(facts(size=100)) == load_problems(facts(size=100))
-    assert load_problems(facts(size=100)) != load_problems(facts(size=100, seed=1))
     # Written down once: another Python, or another order of names, would show.
     first = generate_facts(2, 0, ["ages", "jobs"], held_out=True)
     assert [problem.answer for problem in first] == ["31", "surgeon"]
@@ -176,24 +172,3 @@ def test_environment_of_problems_may_be_evaluated_alone() -> None:
     assert {problem.environment for problem in problem_set.practice} == {"ages"}
     turns = [problem.environment for problem in problem_set.held_out[:4]]
     assert turns == ["ages", "towns", "ages", "towns"]
-
-
-RECIPE: dict[str, Any] = {
-    "student": {"model": "org/student"},
-    "teacher": {"model": "org/teacher"},
-    "loss": {"type": "topk_reverse_kl", "k": 4},
-    "trainer": {"steps": 3, "batch_size": 4},
-}
-
-
-def test_uses_that_leave_nothing_are_refused() -> None:
-    table = {"kind": "facts", "metric": "short_answer"}
-    complaint = refusal({**RECIPE, "data": {**table, "use": "eval"}})
-    assert "[data] has use = 'eval', and none is left to train on; set it to 'both'" in complaint
-    complaint = refusal({**RECIPE, "data": {**table, "use": "train"}, "eval": {"size": 5}})
-    assert "[eval]: [data] has use = 'train', and none is left to evaluate" in complaint
-    environments = {"one": {**table, "use": "eval"}, "two": {"id": "two", "use": "eval"}}
-    complaint = refusal({**RECIPE, "environments": environments})
-    assert "all [environments] have use = 'eval', and none is left to train on" in complaint
-    environments["one"]["use"] = "both"
-    assert parse_recipe({**RECIPE, "environments": environments}).sources["two"].trains is False

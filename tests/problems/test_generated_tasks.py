@@ -30,11 +30,25 @@ def test_lookup_answers_from_one_table():
     assert tables[0].keys() == tables[1].keys() and tables[0] != tables[1]
 
 
-@pytest.mark.parametrize("kind", ["reversal", "lookup"])
+KINDS = {
+    "arithmetic": "gsm8k",
+    "reversal": "exact",
+    "lookup": "exact",
+    "summary": "rouge2",
+    "translation": "bleu",
+    "facts": "short_answer",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_task_is_drawn_from_its_seed_and_split(kind):
+    """No question comes twice, and ``kind`` chooses the generator."""
+
     def load(seed):
-        return load_problems(DataConfig(kind=kind, metric="exact", size=40, seed=seed))
+        return load_problems(DataConfig(kind=kind, metric=KINDS[kind], size=60, seed=seed))
 
     train, held_out = load(3)
-    assert (len(train), len(held_out)) == (36, 4)
+    assert (len(train), len(held_out)) == (54, 6)
+    assert len({problem.question for problem in train + held_out}) == 60
     assert load(3) == (train, held_out) != load(4)
+    assert ("On " in train[0].question) == (kind == "summary")

@@ -21,14 +21,6 @@ from prime_composer.problems.prompts import render_prompt
 GOOD = '{"question": "How many?", "answer": "One and one.\\n#### 2"}'
 
 
-def test_generated_problems_are_split_without_overlap():
-    """No generated question is both trained on and held out."""
-    train, held_out = load_problems(DataConfig(size=600))
-    assert len(train) == 540 and len(held_out) == 60
-    assert not {p.question for p in train} & {p.question for p in held_out}
-    assert len({p.question for p in train + held_out}) == 600
-
-
 def test_generated_answers_are_worked_out_correctly():
     """Every step of a generated answer is right, and the last one is the result."""
     for problem in generate_problems(600, seed=3):
@@ -43,7 +35,6 @@ def test_generated_answers_are_worked_out_correctly():
 
 
 def test_generated_answers_use_the_numbers_of_the_question():
-    """The numbers of a generated question appear in its answer."""
     for problem in generate_problems(600, seed=4):
         asked = re.findall(r"\d+", problem.question)
         used = Counter(re.findall(r"\d+", problem.answer))
@@ -51,7 +42,6 @@ def test_generated_answers_use_the_numbers_of_the_question():
 
 
 def test_generated_problems_use_all_templates_equally():
-    """The six templates are used equally often."""
     kinds = Counter(re.sub(r"\d+|^\w+", "#", p.question) for p in generate_problems(600, seed=0))
     by_shape = Counter()
     for shape, count in kinds.items():
@@ -62,15 +52,7 @@ def test_generated_problems_use_all_templates_equally():
     assert len(by_shape) == 6 and min(by_shape.values()) >= 90
 
 
-def test_generated_problems_depend_on_the_seed():
-    """The same seed gives the same problems, and another seed gives others."""
-    assert generate_problems(100, 0) == generate_problems(100, 0)
-    assert generate_problems(100, 0) != generate_problems(100, 1)
-    assert load_problems(DataConfig(size=100)) == load_problems(DataConfig(size=100))
-
-
 def test_generated_problems_too_many_names_the_key(monkeypatch):
-    """More questions than the templates can make are refused, naming the key."""
     for name, values in {
         "NAMES": ["Ada"],
         "ITEMS": ["books"],
@@ -83,7 +65,6 @@ def test_generated_problems_too_many_names_the_key(monkeypatch):
 
 
 def test_split_keeps_repeated_questions_together():
-    """Problems with the same question stay on the same side."""
     problems = [Problem(f"question {i % 10}", f"#### {i}") for i in range(40)]
     train, held_out = split_by_question(problems, 0.3, seed=0)
     assert len(train) == 28 and len(held_out) == 12
@@ -104,24 +85,6 @@ def test_jsonl_folder_has_its_split_and_drops_annotations(tmp_path):
     assert train == [Problem("a", answer)]
 
 
-def test_jsonl_file_is_split_by_hold_out(tmp_path):
-    """A single file is split by the share hold_out."""
-    file = tmp_path / "all.jsonl"
-    file.write_text(
-        "".join(json.dumps({"question": f"q{i}", "answer": f"#### {i}"}) + "\n" for i in range(20))
-    )
-    train, held_out = load_problems(DataConfig(source="jsonl", path=file, hold_out=0.25))
-    assert len(train) == 15 and len(held_out) == 5
-
-
-def test_jsonl_folder_with_shared_question_is_refused(tmp_path):
-    """A question in both files of a folder is refused."""
-    (tmp_path / "train.jsonl").write_text(GOOD)
-    (tmp_path / "test.jsonl").write_text(GOOD)
-    with pytest.raises(ValueError, match="both trained on and held out.*How many"):
-        load_problems(DataConfig(source="jsonl", path=tmp_path))
-
-
 def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
     """A pair of surrogates is a letter, also beside a byte order mark."""
     file = tmp_path / "train.jsonl"
@@ -130,7 +93,6 @@ def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
 
 
 def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
-    """A file without permission is one sentence."""
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
@@ -143,17 +105,15 @@ def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
 
 
 def test_jsonl_many_malformed_lines_are_counted(tmp_path):
-    """Of many malformed lines the first five are shown and the rest counted."""
+    """The first five are shown."""
     file = tmp_path / "train.jsonl"
     file.write_text("oops\n" * 8)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="and 3 more malformed rows") as error:
         read_file(file)
     assert str(error.value).count("not JSON") == 5
-    assert "and 3 more malformed rows" in str(error.value)
 
 
 def test_jsonl_missing_file_says_what_path_is(tmp_path):
-    """A missing file is reported with what `path` should be."""
     with pytest.raises(ValueError, match="no such file: .*absent.*or a folder of them"):
         load_problems(DataConfig(path=tmp_path / "absent"))
     with pytest.raises(ValueError, match="has no file that ends in .jsonl,.*.parquet"):
@@ -161,7 +121,6 @@ def test_jsonl_missing_file_says_what_path_is(tmp_path):
 
 
 def test_problem_final_follows_the_last_mark():
-    """The reference answer is the text after the last mark."""
     assert Problem("q", "#### is a mark\n#### 1,234 ").final == "1,234"
 
 
@@ -177,7 +136,6 @@ class LetterTokenizer:
 
 
 def test_render_prompt_fills_the_template():
-    """A prompt is the template around the question."""
     problem = Problem("What is {x}?", "#### 1")
     ids = render_prompt(problem, DataConfig(), LetterTokenizer())
     assert "".join(map(chr, ids)) == "Question: What is {x}?\nAnswer:"
@@ -196,14 +154,12 @@ def test_render_prompt_uses_the_chat_template():
 
 @pytest.mark.parametrize(("n", "batch"), [(12, 4), (10, 4), (7, 16), (5, 5), (1, 3)])
 def test_prompt_batches_ask_each_problem_once_an_epoch(n, batch):
-    """Each epoch asks every problem exactly once."""
     stream = [i for step in range(6 * n) for i in prompt_batches(n, batch, 0, step)]
     for epoch in range(6):
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
 def test_prompt_batches_depend_on_seed_and_step():
-    """A batch is a function of seed and step alone."""
     late = prompt_batches(100, 8, 5, 40)
     assert [prompt_batches(100, 8, 5, step) for step in range(50)][40] == late
     assert prompt_batches(100, 8, 6, 40) != late
@@ -211,7 +167,6 @@ def test_prompt_batches_depend_on_seed_and_step():
 
 
 def test_hub_without_library_names_the_pip_command(monkeypatch):
-    """The hub without its library is refused, naming the pip command."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install .+\[hub\]'$"):
         load_problems(DataConfig(source="hub"))
@@ -285,19 +240,16 @@ def test_environment_batches_follow_the_ratios():
 
 
 def test_environment_batches_of_one_are_prompt_batches():
-    """A single environment is asked in the order of prompt_batches."""
     assert environment_batches((40,), (2.0,), 8, 1, 7) == prompt_batches(40, 8, 1, 7)
 
 
 def test_generated_operations_choose_the_templates():
-    """`operations` selects the templates."""
     for operations in ((1,), (2, 3)):
         for problem in generate_problems(60, 0, operations):
             assert problem.answer.count(" = ") in operations
 
 
 def test_load_problem_set_orders_environments():
-    """Environments are concatenated for training and held out in turn."""
     sources = {"a": DataConfig(size=40, operations=(1,)), "b": DataConfig(size=20, operations=(2,))}
     problems = load_problem_set(sources)
     assert [p.environment for p in problems.practice] == ["a"] * 36 + ["b"] * 18
@@ -305,65 +257,47 @@ def test_load_problem_set_orders_environments():
     assert problems.config_of(problems.held_out[1]) is sources["b"]
 
 
+ROWS = {"source": "jsonl", "metric": "exact"}
+
+
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
         ({}, "`operations` without one in common, or the same `operations`, `size`, `seed`"),
         ({"kind": "reversal", "metric": "exact"}, "Give both the same `size`, `seed` and `hold_o"),
+        (ROWS, "Remove them from one of the two. The first: "),
     ],
 )
-def test_load_problem_set_refuses_overlap(changes, remedy):
-    """No environment may hold out what another one trains on; the remedy fits what is generated."""
-    sources = {
-        "a": DataConfig(size=40, **changes),
-        "b": DataConfig(size=40, hold_out=0.5, **changes),
-    }
+def test_load_problem_set_refuses_overlap(changes, remedy, tmp_path):
+    """No environment may hold out what another one trains on; the remedy fits what is read."""
+    own = {"size": 40} | changes
+    if changes is ROWS:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(40)))
+        own = ROWS | {"path": path}
+    sources = {"a": DataConfig(**own), "b": DataConfig(hold_out=0.5, **own)}
     said = "environments.a trains on what environments.b holds out: .* both trained on and held out"
     with pytest.raises(ValueError, match=f"{said}.*{remedy}"):
         load_problem_set(sources)
 
 
-def test_load_problem_set_overlap_of_files_names_no_keys(tmp_path):
-    """Of problems that are not generated, the remedy is to remove them."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(40)))
-    same = {"source": "jsonl", "path": path, "metric": "exact"}
-    sources = {"a": DataConfig(**same), "b": DataConfig(hold_out=0.5, **same)}
-    with pytest.raises(ValueError, match="Remove them from one of the two. The first: "):
-        load_problem_set(sources)
-
-
-def test_teacher_key_that_no_row_has_is_refused(tmp_path):
-    """A teacher_key that no row has is refused."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"question": f"{i}?", "answer": f"#### {i}", "by": "x"}) for i in range(20)
-        )
-    )
-    train, _ = load_problems(DataConfig(source="jsonl", path=path, teacher_key="by"))
-    assert {problem.teacher for problem in train} == {"x"}
-    with pytest.raises(ValueError, match="no row has the key 'bye'; correct teacher_key"):
-        load_problems(DataConfig(source="jsonl", path=path, teacher_key="bye"))
-
-
-def test_read_jsonl_row_may_name_its_teacher(tmp_path):
-    """A row may name its teacher, as a string."""
-    rows = [
-        {"question": "a?", "answer": "#### 1", "by": "x"},
-        {"question": "b?", "answer": "#### 2"},
-    ]
+def test_rows_may_name_their_teachers(tmp_path):
+    """As a string; a key that no row has is refused."""
+    rows = [{"question": f"{i}?", "answer": f"#### {i}", "by": "x"} for i in range(20)]
+    del rows[1]["by"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert [
-        p.teacher for p in read_file(path, DataConfig(teacher_key="by", source="jsonl", path=path))
-    ] == ["x", None]
-    assert [p.teacher for p in read_file(path)] == [None, None]
+    config = DataConfig(source="jsonl", path=path, teacher_key="by")
+    assert [problem.teacher for problem in read_file(path, config)[:3]] == ["x", None, "x"]
+    assert {problem.teacher for problem in read_file(path)} == {None}
+    train, held_out = load_problems(config)
+    assert Counter(problem.teacher for problem in train + held_out) == {"x": 19, None: 1}
+    with pytest.raises(ValueError, match="no row has the key 'bye'; correct teacher_key"):
+        load_problems(config.model_copy(update={"teacher_key": "bye"}))
     path.write_text(json.dumps({**rows[0], "by": 3}))
-    with pytest.raises(
-        ValueError, match=r"rows.jsonl:1: \"by\" must be the name of a teacher, found int"
-    ):
-        read_file(path, DataConfig(teacher_key="by", source="jsonl", path=path))
+    said = r"rows.jsonl:1: \"by\" must be the name of a teacher, found int"
+    with pytest.raises(ValueError, match=said):
+        read_file(path, config)
 
 
 FACTS = {"kind": "facts", "metric": "short_answer"}

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from prime_composer.extras import pip_install
-from prime_composer.problems.answers import contains
+from prime_composer.problems.answers import contains, is_correct
 from prime_composer.problems.config import DataConfig, Message, Problem
 from prime_composer.problems.files import read_file
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import prompt_messages, render_prompt
-from prime_composer.problems.rows import is_missing, problem_of_row, problem_or_none
+from prime_composer.problems.rows import problem_of_row, problem_or_none
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra: parquet)")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (extra: parquet)")
@@ -148,8 +148,6 @@ def test_row_without_the_columns_names_the_key_for_messages() -> None:
 @pytest.mark.parametrize("answer", [42, 42.0, "42", "so it is \\boxed{42}"])
 def test_bare_reference_is_read_by_math_verify(answer: Any) -> None:
     """A number is no text in JSON and in a table, and "####" is not needed."""
-    from prime_composer.problems.answers import is_correct
-
     config = DataConfig(source="rows", metric="math_verify")
     problem = problem_of_row({"question": "q", "answer": answer}, config)
     assert is_correct("The answer is 42.", problem, config)
@@ -175,8 +173,6 @@ def test_number_of_a_table_is_read_as_people_write_it(
     answer: Any, written: str, metric: str
 ) -> None:
     """pandas makes a column of integers floats where one is missing, and parquet has decimals."""
-    from prime_composer.problems.answers import is_correct
-
     config = DataConfig(source="rows", metric=metric)
     problem = problem_of_row({"question": "q", "answer": answer}, config)
     assert problem.answer == written
@@ -189,7 +185,17 @@ def test_float_that_may_have_lost_digits_is_refused() -> None:
         read({"question": "q", "answer": float(2**53 + 1)}, metric="exact")
 
 
-@pytest.mark.parametrize("missing", [None, math.nan, Decimal("sNaN")])
+class NotAvailable:
+    """Answers comparisons as pandas's NA does."""
+
+    def __ne__(self, other: object) -> "NotAvailable":  # type: ignore[override]
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+@pytest.mark.parametrize("missing", [None, math.nan, Decimal("sNaN"), NotAvailable()])
 def test_missing_question_or_conversation_is_an_empty_one(missing: Any) -> None:
     """Left out with ``clean``; in the column of teachers, it names none."""
     for row, settings in (
@@ -338,30 +344,6 @@ def test_template_that_refuses_a_role_names_the_question() -> None:
 def test_path_alone_chooses_files() -> None:
     assert DataConfig(path="x.parquet").source == "files"
     assert DataConfig(source="jsonl", path="x") == DataConfig(source="files", path="x")
-
-
-class NotAvailable:
-    """Answers comparisons as pandas's NA does."""
-
-    def __ne__(self, other: object) -> "NotAvailable":  # type: ignore[override]
-        return self
-
-    def __bool__(self) -> bool:
-        raise TypeError("boolean value of NA is ambiguous")
-
-
-@pytest.mark.parametrize(
-    "value, missing",
-    [
-        (None, True),
-        (float("nan"), True),
-        (NotAvailable(), True),
-        (np.float64(3), False),
-        ("a", False),
-    ],
-)
-def test_missing_values_of_a_table(value: object, missing: bool) -> None:
-    assert is_missing(value) is missing
 
 
 def test_csv_and_gzip_give_what_jsonl_gives(tmp_path: Path) -> None:
