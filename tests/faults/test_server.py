@@ -21,8 +21,7 @@ CLIENT = httpx.Client(timeout=20)
 
 @pytest.fixture(scope="module")
 def shared(models: Any) -> Iterator[SpoilingServer]:
-    """Run one server of the tied model; the untied one has other weights."""
-    with SpoilingServer(models.tied, other=models.untied) as server, CLIENT:
+    with SpoilingServer(models.tied) as server, CLIENT:
         yield server
 
 
@@ -31,7 +30,6 @@ def server(shared: SpoilingServer) -> Iterator[SpoilingServer]:
     """Return the server, right again after the test."""
     yield shared
     shared.heal()
-    shared.plugin = False
 
 
 def scoring(server: SpoilingServer, k: int = 8, **settings: Any) -> httpx.Response:

@@ -380,22 +380,6 @@ def test_preflight_refuses_what_cannot_train(changes, message, tiny_recipe, tmp_
         run(tiny_recipe(**changes), tmp_path / "run")
 
 
-def test_preflight_refuses_a_solution_beyond_the_teacher(tiny_recipe, tmp_path):
-    """A solution that takes the place of a rollout has to fit the teacher's context."""
-    path = tmp_path / "problems.jsonl"
-    rows = [
-        {"question": f"{i} + 1?", "answer": ("2 " * 300 if i % 2 else "") + f"#### {i + 1}"}
-        for i in range(40)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, rollout__student_fraction=0.5)
-    raw |= {table: {"model": str(folder)} for table, folder in tiny_models(raw).items()}
-    raw["data"] = {"source": "jsonl", "path": str(path)}
-    message = "longest solution of the data has .* and the teacher takes 127"
-    with pytest.raises(PreflightError, match=message):
-        run(raw, tmp_path / "run")
-
-
 @pytest.mark.parametrize("plugin", [False, True])
 def test_served_teacher_says_its_precision(plugin, tiny_recipe, tmp_path):
     """The plugin knows what it computes in; without it the run says that it does not know."""

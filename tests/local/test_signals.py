@@ -73,14 +73,6 @@ def test_signal_that_a_library_renames_still_stops(signum: int) -> None:
         raise ModuleNotFoundError("truly missing")
 
 
-@pytest.mark.parametrize("signum", SIGNALS)
-def test_signal_outside_the_steps_stops_at_once(signum: int) -> None:
-    with stopping_at_once():
-        with pytest.raises(Stopped) as caught:
-            send(signum)
-    assert caught.value.signum == signum
-
-
 def test_ignored_signal_stays_ignored() -> None:
     """``nohup`` starts a process with SIGHUP ignored: a closed terminal does not end it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

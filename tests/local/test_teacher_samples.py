@@ -24,6 +24,7 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.step.mismatch import METRIC
+from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.mixture import Teachers
 from tests.conftest import changed
 from tests.local.helpers import run, tiny_models
@@ -188,5 +189,6 @@ def test_preflight_of_a_teacher_that_samples_reads_no_solution(tiny_recipe: Raw)
             if passes:
                 preflight(engine, recipe, lambda text: None)
             else:
-                with pytest.raises(ValueError, match="longest solution of the data"):
+                words = "longest solution of the data has .* and the teacher takes 127"
+                with pytest.raises(PreflightError, match=words):
                     preflight(engine, recipe, lambda text: None)

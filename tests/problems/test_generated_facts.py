@@ -9,7 +9,7 @@ import pytest
 from prime_composer.problems.answers import check_reference, is_correct
 from prime_composer.problems.config import DataConfig, Problem, Topic
 from prime_composer.problems.generated_facts import CAPITALS, CASTS, TOPICS, generate_facts
-from prime_composer.problems.loading import load_problem_set, load_problems
+from prime_composer.problems.loading import load_problems
 
 IN_PROMPT: tuple[Topic, ...] = ("ages", "towns", "jobs", "copies")
 
@@ -160,15 +160,3 @@ def test_use_reads_one_side_of_a_source(tmp_path: Path) -> None:
         )
         assert tuple(map(len, load_problems(one))) == sizes
     assert tuple(map(len, load_problems(DataConfig(size=40, use="train")))) == (40, 0)
-
-
-def test_environment_of_problems_may_be_evaluated_alone() -> None:
-    """Steps take the problems of the other one, and the evaluation takes both in turn."""
-    sources = {
-        "ages": facts(topics=["ages"], size=40, hold_out=0.5),
-        "towns": facts(topics=["towns"], size=20, use="eval"),
-    }
-    problem_set = load_problem_set(sources)
-    assert {problem.environment for problem in problem_set.practice} == {"ages"}
-    turns = [problem.environment for problem in problem_set.held_out[:4]]
-    assert turns == ["ages", "towns", "ages", "towns"]

@@ -85,6 +85,13 @@ def test_jsonl_folder_has_its_split_and_drops_annotations(tmp_path):
     assert train == [Problem("a", answer)]
 
 
+def test_jsonl_folder_with_shared_question_is_refused(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(GOOD)
+    with pytest.raises(ValueError, match="both trained on and held out.*How many"):
+        load_problems(DataConfig(source="jsonl", path=tmp_path))
+
+
 def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
     """A pair of surrogates is a letter, also beside a byte order mark."""
     file = tmp_path / "train.jsonl"

@@ -272,12 +272,6 @@ def test_folder_is_two_parts_or_one_pool(tmp_path: Path) -> None:
     assert (len(limited), len(some)) == (4, 4) and limited == train[:4]
 
 
-def test_folder_with_a_test_alone_says_so(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "test.jsonl", questions(3))
-    with pytest.raises(ValueError, match="has test.jsonl and no file to train on"):
-        load_problems(DataConfig(path=tmp_path, metric="exact"))
-
-
 def test_bad_rows_are_named_by_file_row_and_key(tmp_path: Path) -> None:
     rows = [*questions(2), {"question": "q", "answer": None}]
     path = write_parquet(tmp_path / "rows.parquet", rows)
