@@ -19,12 +19,13 @@ from prime_composer.cli.commands import main
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.study_file import StudyRun
 from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.run import TrainingRun
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.step.batch import Batch
 from tests.command import CLI, prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.fork_server import Fork, ForkServer
+from tests.local.helpers import failing
 
 Raw = Callable[..., dict[str, Any]]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -97,21 +98,12 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Screen, "step", step)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let step 2 fail before it trains."""
-    from prime_composer.local.run import TrainingRun
-
-    update = TrainingRun.update
-
-    def fail(run: TrainingRun, batch: Batch, step: int) -> dict[str, float]:
-        if step == 2:
-            raise ValueError("the teacher is gone")
-        return update(run, batch, step)
-
-    monkeypatch.setattr(TrainingRun, "update", fail)
+    failing(monkeypatch, TrainingRun, "update", 2, ValueError("the teacher is gone"))
 
 
-@pytest.mark.parametrize("end", [interrupted, failing], ids=["ctrl-c", "error"])
+@pytest.mark.parametrize("end", [interrupted, gone], ids=["ctrl-c", "error"])
 def test_line_of_a_stopped_run_can_be_pasted(
     end: Callable[[pytest.MonkeyPatch], None],
     cli: Cli,

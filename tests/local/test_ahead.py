@@ -28,7 +28,7 @@ from prime_composer.local.watch import WatchFailed
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
-from tests.local.helpers import Silent, collect, run, weights
+from tests.local.helpers import Silent, collect, failing, run, weights
 from tests.studies.beside import Beside
 
 Raw = Callable[..., dict[str, Any]]
@@ -114,10 +114,6 @@ def test_batches_are_as_stale_as_a_loop_in_one_thread(
     assert stale[0] < 1e-9 < 1e-5 < min(stale[1:])
 
 
-class Gone(ValueError):
-    """What a backend raises when a server stays away."""
-
-
 @pytest.fixture(scope="module")
 def whole(ahead: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run six steps, two ahead, without an interruption."""
@@ -166,14 +162,8 @@ def test_error_of_a_batch_ends_the_run_at_its_step(
     whole: Path, ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch 5 is lost while step 3 trains. Steps 3 and 4 have theirs already."""
-    original = Collector.sample
-
-    def lost(self: Collector, problems: Any, step: int) -> Any:
-        if step == 5:
-            raise Gone("the student's server at http://h:1 is away.")
-        return original(self, problems, step)
-
-    monkeypatch.setattr(Collector, "sample", lost)
+    gone = ValueError("the student's server at http://h:1 is away.")
+    failing(monkeypatch, Collector, "sample", 5, gone)
     with pytest.raises(RunStopped, match="^the student's server at http://h:1 is away; step 4 is"):
         run(ahead(2, checkpoint__every=3), tmp_path / "run")
     assert list_checkpoints(tmp_path / "run")[-1].step == 4
