@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
-from tests.local.helpers import copy_first_half, run
+from tests.local.helpers import collect, copy_first_half, open_run, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -104,6 +105,18 @@ def test_self_distillation_resumes_with_the_teachers_weights(
     copy_first_half(tmp_path / "whole", tmp_path / "cut")
     resumed = records(raw, tmp_path / "cut", resume=True)
     assert [record["loss"] for record in resumed[1:]] == [record["loss"] for record in whole[1:]]
+
+
+def test_policy_teacher_scores_what_the_student_chose(tiny_recipe: Raw) -> None:
+    """The ids are the student's most probable ones without the hint."""
+    loss = {"type": "self_distillation", "k": 8, "chosen_by": "student"}
+    raw = tiny_recipe(teacher={"policy": {}}, loss=loss, rollout__max_model_len=256)
+    recipe, engine = open_run(raw)
+    with engine, torch.no_grad():
+        (one, *_) = collect(engine, recipe, 1)[0].samples
+        ids, start = one.rollout.token_ids, one.rollout.start
+        top = engine.model(ids[None]).logits[0, start - 1 : -1].topk(8).indices
+    assert torch.equal(one.scores.token_ids.sort().values, top.sort().values)
 
 
 def test_rollouts_without_a_hint_train_nothing(tiny_recipe: Raw, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from prime_composer.cli.commands import main
 from prime_composer.local.dry_run import dry_run
-from prime_composer.local.outcome import RunStopped
 from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
@@ -104,16 +103,6 @@ def test_run_with_a_tape_resumes_bit_exactly(tiny_recipe: Raw, tmp_path: Path) -
         run(raw, again, resume=True)
         assert numbers(again) == numbers(tmp_path / "plain")
         assert equal_weights(again, tmp_path / "plain")
-
-
-def test_run_without_teacher_names_what_is_missing(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Other rollouts than those of the tape: the step's first one, by its question."""
-    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"))
-    run(raw, tmp_path / "first")
-    other = without_teacher(tiny_recipe(trainer__seed=5, teacher__tape=str(tmp_path / "tape")))
-    pattern = r"tape_only = true opens no teacher.* rollout \d+, of \d+ tokens .*an answer to '"
-    with pytest.raises(RunStopped, match=pattern):
-        run(other, tmp_path / "other")
 
 
 def test_run_of_another_recipe_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
