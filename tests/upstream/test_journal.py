@@ -72,12 +72,30 @@ def test_resume_of_an_ended_run_repeats_one_step(start, tmp_path, capfd):
     assert means() == [*LOSSES[:2], LOSSES[3]]
 
 
-def test_resume_from_an_abandoned_branch_takes_its_own_line(start, tmp_path):
-    """Steps 1 to 4, a resume at 2 that trains one step, then a resume at 4 of the first run."""
-    train(start(tmp_path, 1), LOSSES[:4])
-    train(start(tmp_path, 2), LOSSES[4:5])
-    start(tmp_path, 4)
-    assert means() == LOSSES[:3]
+FIRST = [(1, LOSSES[:3])]
+RESUMED = {
+    "two steps after the last state": (FIRST, str, 5, [], "starts its schedule anew at step 5"),
+    "a run that was resumed earlier": (
+        [(1, LOSSES[:4]), (2, LOSSES[4:5])], str, 4, LOSSES[:3], "with its state of step 4"),
+    "a run resumed from an earlier step": (
+        [(1, LOSSES), (3, [9.0, 9.0])], str, 5, [*LOSSES[:2], 9.0], "its state of step 4, and rep"),
+    "a line cut short": (FIRST, lambda text: text[:-20], 3, LOSSES[:1], "its state of step 2, and"),
+    "lines of another loss": (
+        FIRST, lambda text: text.replace(scheduled_loss.NAME, "taid"), 3, [],
+        "starts its schedule anew at step 3"),
+}  # fmt: skip
+"""First steps and losses of runs, a change of the file, the resumed step, its state, a message."""
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_reads_the_line_of_its_own_step(start, tmp_path, capfd, name):
+    """Lines of steps that a resume has left, damaged ones and another loss's do not count."""
+    runs, change, step, state, words = RESUMED[name]
+    for first, losses in runs:
+        train(start(tmp_path, first), losses)
+    (tmp_path / FILE).write_text(change((tmp_path / FILE).read_text()))
+    start(tmp_path, step)
+    assert means() == state and words in capfd.readouterr().err
 
 
 def test_waiting_for_a_batch_ends_the_step(start, tmp_path):
@@ -92,39 +110,6 @@ def test_waiting_for_a_batch_ends_the_step(start, tmp_path):
     loader.wait_for_batch()
     train(loader, LOSSES[2:3])
     assert means() == LOSSES[:2]
-
-
-def test_resume_two_steps_after_the_last_state_starts_anew(start, tmp_path, capfd):
-    train(start(tmp_path, 1), LOSSES[:3])
-    start(tmp_path, 5)
-    assert means() == []
-    assert "starts its schedule anew at step 5" in capfd.readouterr().err
-
-
-def test_resume_ignores_the_lines_of_an_abandoned_branch(start, tmp_path):
-    """Steps 4 to 6 of the first run are gone: it was resumed from step 2 and trained two steps."""
-    train(start(tmp_path, 1), LOSSES)
-    train(start(tmp_path, 3), [9.0, 9.0])
-    start(tmp_path, 5)
-    assert means() == [*LOSSES[:2], 9.0]
-
-
-def test_resume_passes_over_a_line_cut_short(start, tmp_path, capfd):
-    train(start(tmp_path, 0), LOSSES[:3])
-    path = tmp_path / FILE
-    path.write_text(path.read_text()[:-20])
-    start(tmp_path, 2)
-    assert means() == LOSSES[:1]
-    assert "its state of step 1, and repeats" in capfd.readouterr().err
-
-
-def test_resume_ignores_the_lines_of_another_loss(start, tmp_path, capfd):
-    train(start(tmp_path, 1), LOSSES[:3])
-    path = tmp_path / FILE
-    path.write_text(path.read_text().replace(scheduled_loss.NAME, "taid"))
-    start(tmp_path, 3)
-    assert means() == []
-    assert "starts its schedule anew at step 3" in capfd.readouterr().err
 
 
 def test_journal_is_written_by_rank_0_alone(start, tmp_path, monkeypatch):

@@ -295,39 +295,34 @@ def test_frozen_head_sends_gradients_to_the_hidden_states(head, state):
     assert hidden.grad.abs().sum() > 0 and head.weight.grad is None
 
 
-def test_unscored_token_of_another_loss_is_no_error(state):
-    """A bin may hold rl tokens, whose weights of the distillation loss are 0."""
-    micro_batch, _ = batch(masked=0)
-    micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
-    weights = torch.ones(1, N)
-    for row, refused in ((3, False), (4, True)):
-        micro_batch["ref_kl_weights"] = weights.clone()
-        micro_batch["ref_kl_weights"][0, row] = 0
-        state.begin(micro_batch)
-        assert state.micro_batch.lacks_scores is refused
-    micro_batch["ref_kl_weights"] = None  # no distillation token at all
-    state.begin(micro_batch)
-    assert not state.micro_batch.lacks_scores
+ONES = torch.ones(1, N)
+BUT_3, BUT_4 = (ONES.scatter(1, torch.tensor([[row]]), 0) for row in (3, 4))
+UNSCORED = {
+    "in a distillation's tokens": (True, {"ref_kl_weights": BUT_4}, True),
+    "in another loss's": (True, {"ref_kl_weights": BUT_3}, False),
+    "without a distillation": (True, {"ref_kl_weights": None}, False),
+    "in rl tokens": (False, {"rl_weights": None}, True),
+    "in others than rl's": (False, {"rl_weights": BUT_3}, False),
+    "in masked tokens": (False, {"rl_weights": None, "loss_mask": BUT_3.bool()}, False),
+    "in masked rl tokens": (False, {"rl_weights": ONES, "loss_mask": BUT_3.bool()}, False),
+}
+"""Token 3 has no score. Whether the loss has distillation tokens, the batch, whether it lacks one.
+
+A loss of rewards and a teacher has none: rl weights say what it gets.
+"""
 
 
-def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
-    """The loss of rewards and a teacher has no distillation tokens; rl weights say what it gets."""
-    stopping(state, (), distils=False)
+@pytest.mark.parametrize("name", UNSCORED)
+def test_unscored_token_is_an_error_in_the_losss_own_tokens(state, name):
+    """A bin may hold tokens of another loss."""
+    distils, fields, lacks = UNSCORED[name]
+    if not distils:
+        stopping(state, (), distils=False)
     micro_batch, _ = batch(masked=0)
     micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
-    micro_batch["ref_kl_weights"] = None
-    weights = torch.ones(1, N)
-    weights[0, 3] = 0
-    masked = micro_batch["loss_mask"].clone()
-    masked[0, 3] = False
-    for rl_weights, mask, refused in (
-        (None, micro_batch["loss_mask"], True),
-        (weights, micro_batch["loss_mask"], False),
-        (None, masked, False),
-        (torch.ones(1, N), masked, False),
-    ):
-        state.begin({**micro_batch, "rl_weights": rl_weights, "loss_mask": mask})
-        assert state.micro_batch.lacks_scores is refused
+    micro_batch["loss_mask"][0, 0] = True
+    state.begin({**micro_batch, "ref_kl_weights": None, **fields})
+    assert state.micro_batch.lacks_scores is lacks
 
 
 def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):

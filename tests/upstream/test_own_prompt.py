@@ -58,6 +58,12 @@ def rows(served, prompt, turn):
     return served.engine.logprobs(both)[len(ids) - 1 : -1]
 
 
+def own_prompt(tokenizers, **prompt):
+    """Return settings of a teacher that reads a prompt of its own."""
+    own = {"tokenizer": str(tokenizers / "teacher"), **prompt}
+    return {"teacher_tokenizers": None, "teacher_prompts": {"m3": own}}
+
+
 def turns_of(trace):
     """Return the student's tokens of each turn, and their places in the branch."""
     places, begin = [], 0
@@ -71,10 +77,7 @@ def turns_of(trace):
 
 def test_each_turn_is_scored_behind_the_teachers_prompt(served, switch, tokenizers, student):
     """Log q of sampled tokens and support, by the rows behind what the template wrote."""
-    switch(
-        teacher_tokenizers=None,
-        teacher_prompts={"m3": {"tokenizer": str(tokenizers / "teacher"), **PROMPT}},
-    )
+    switch(**own_prompt(tokenizers, **PROMPT))
     trace = own.conversation(student, "abcab", "c ab")
     own.scored(served[0].url, trace)
     support = own.support_of(trace.sample.support)
@@ -94,11 +97,7 @@ def test_each_turn_is_scored_behind_the_teachers_prompt(served, switch, tokenize
 
 def test_mixture_of_two_prompts_is_that_of_their_rows(served, switch, tokenizers, student):
     """One teacher reads its own prompt, the other one the student's tokens."""
-    switch(
-        teacher_tokenizers=None,
-        teachers_mixed=True,
-        teacher_prompts={"m3": {"tokenizer": str(tokenizers / "teacher"), **PROMPT}},
-    )
+    switch(teachers_mixed=True, **own_prompt(tokenizers, **PROMPT))
     trace = own.conversation(student, "abcab")
     entries = [
         {"url": f"{one.url}/v1", "model": one.model, "weight": weight}
@@ -122,13 +121,8 @@ def test_mixture_of_two_prompts_is_that_of_their_rows(served, switch, tokenizers
 
 def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, student):
     """prompt_template writes the problem's own question, and not the student's prompt."""
-    switch(
-        teacher_tokenizers=None,
-        teacher_prompts={
-            "m3": {"tokenizer": str(tokenizers / "teacher"), "prompt_template": "c{question}",
-                   "template_args": {"mark": "b"}}
-        },
-    )  # fmt: skip
+    args = {"mark": "b"}
+    switch(**own_prompt(tokenizers, prompt_template="c{question}", template_args=args))
     trace = own.conversation(student, "abcab")
     trace.task = own.types.SimpleNamespace(data=own.types.SimpleNamespace(question="ab"))
     own.scored(served[0].url, trace)

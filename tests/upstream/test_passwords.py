@@ -59,23 +59,19 @@ def test_export_of_password_and_api_key_is_refused(table, variable, tmp_path, mo
     assert message in " ".join(shown.split()) and "secret" not in shown
 
 
-def test_export_with_a_password_is_private(tmp_path, capsys):
-    """The file has the password outside its comment, and is its owner's alone."""
-    path, output = recipe_file(tmp_path, 2), tmp_path / "native.toml"
-    assert main(["export", str(path), "--dialect", "head", "--output", str(output)]) == 0
-    comment = "".join(line for line in output.read_text().splitlines() if line.startswith("#"))
-    assert WITH_PASSWORD in output.read_text() and "secret" not in comment
-    assert mode(output) == 0o600
-    shown = capsys.readouterr()
-    assert "secret" not in shown.out + shown.err
-
-
-def test_export_without_a_password_has_the_usual_mode(tmp_path):
-    """Files without a password are as readable as the umask says."""
+@pytest.mark.parametrize("private", [True, False])
+def test_export_with_a_password_is_private(tmp_path, capsys, private):
+    """It is outside of the comment, and the file its owner's alone; others have the usual mode."""
     path, output = tmp_path / "mine.toml", tmp_path / "native.toml"
     path.write_text(tomli_w.dumps(tables()))
+    if private:
+        recipe_file(tmp_path, 2)
     assert main(["export", str(path), "--dialect", "head", "--output", str(output)]) == 0
-    assert mode(output) == mode(path)
+    comment = "".join(line for line in output.read_text().splitlines() if line.startswith("#"))
+    assert (WITH_PASSWORD in output.read_text()) is private and "secret" not in comment
+    assert mode(output) == (0o600 if private else mode(path))
+    shown = capsys.readouterr()
+    assert "secret" not in shown.out + shown.err
 
 
 def test_launch_keeps_the_password_in_a_private_file(tmp_path, monkeypatch, capfd):
