@@ -216,6 +216,13 @@ class Scores:
             return self.known
         return torch.ones(self.token_ids.shape, dtype=torch.bool)
 
+    @property
+    def all_scored(self) -> Bool[Tensor, " n"]:
+        """``scored`` as a tensor, also where the teacher has a score of all tokens."""
+        if self.scored is not None:
+            return self.scored
+        return torch.ones(len(self), dtype=torch.bool)
+
     def rows(self, part: slice | Bool[Tensor, " n"]) -> "Scores":
         """Return some rows, by a slice with step 1 or a mask. ``start`` is that of the first one.
 

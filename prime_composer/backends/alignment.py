@@ -1,7 +1,9 @@
 """What every backend shares: sequences to score, rollouts, scores, size checks, and the top K."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, cast
 
 import numpy as np
@@ -25,11 +27,48 @@ class SequenceToScore:
     index: int | None = None  # of the sequence in its request, for messages
     trained: bool = True  # the tokens that are scored train; False where some may not
     vocab_size: int | None = None  # of the teacher's head; None where unknown
+    read: Bool[Tensor, " n"] | None = None  # tokens from ``start`` on whose scores are read; all
+
+    @property
+    def runs(self) -> list[slice]:
+        """The rows that are read, in runs of adjacent ones."""
+        return [slice(0, len(self.lacks))] if self.read is None else runs_of(self.read)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Positions of the tokens whose scores are read, each [first, last), in order."""
+        return [(self.start + rows.start, self.start + rows.stop) for rows in self.runs]
+
+    @property
+    def skip(self) -> list[tuple[int, int]]:
+        """Positions between ``ranges``."""
+        return [(before[1], after[0]) for before, after in pairwise(self.ranges)]
+
+    @property
+    def asked_ids(self) -> list[int]:
+        """The tokens up to the last one whose score is read."""
+        return self.token_ids[: self.ranges[-1][1]]
+
+    def window(self, rows: slice) -> "SequenceToScore":
+        """Return the sequence up to a row, with the scores of some adjacent rows."""
+        return replace(
+            self,
+            token_ids=self.token_ids[: self.start + rows.stop],
+            start=self.start + rows.start,
+            lacks=self.lacks[rows],
+            read=None if self.read is None else self.read[rows],
+        )
 
     @property
     def sampled(self) -> Int[Tensor, " n"]:
         """The tokens that are scored."""
         return tensor_of(self.token_ids[self.start :])
+
+
+def runs_of(mask: Bool[Tensor, " n"]) -> list[slice]:
+    """Return where a mask is True, in runs of adjacent places."""
+    edges = np.diff(mask.numpy(), prepend=False, append=False).nonzero()[0].tolist()
+    return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tensor_of(token_ids: Sequence[int]) -> Int[Tensor, " n"]:
@@ -69,6 +108,7 @@ def sequences_to_score(
                 lacks=lacking(rollout.token_ids[start:], vocab_size),
                 index=index,
                 vocab_size=vocab_size,
+                read=None if rollout.trained.all() else rollout.trained,
             )
         )
     return sequences
@@ -134,8 +174,9 @@ def checked(
         return []
     check_scores(
         [
-            (one, sequence.sampled, sequence.index)
+            (one.rows(rows), sequence.sampled[rows], sequence.index)
             for one, sequence in zip(scores, sequences, strict=True)
+            for rows in sequence.runs
         ],
         k=k,
         vocab_size=sequences[0].vocab_size,
@@ -149,6 +190,37 @@ def checked(
         else one
         for one, sequence in zip(scores, sequences, strict=True)
     ]
+
+
+def spread(scores: Scores, read: Bool[Tensor, " n"] | None) -> Scores:
+    """Return the scores of the rows that were read among all n; the others are not ``scored``.
+
+    A row that was not read has the same probability on the sampled token and on K ids.
+    """
+    if read is None:
+        return scores
+    even = -math.log(scores.k + 1)
+    own = among(scores.ref_logprobs, read, even)
+    return replace(
+        scores,
+        ref_logprobs=own,
+        token_ids=among(scores.token_ids, read, torch.arange(scores.k)),
+        teacher_logprobs=among(scores.teacher_logprobs, read, even),
+        hidden=tuple(
+            replace(share, states=among(share.states, read, 0.0)) for share in scores.hidden
+        ),
+        scored=read,
+    )
+
+
+def among(rows: Tensor, read: Bool[Tensor, " n"] | None, fill: Tensor | float) -> Tensor:
+    """Return the rows that were read among all n, the others filled."""
+    if read is None:
+        return rows
+    whole = rows.new_empty(len(read), *rows.shape[1:])
+    whole[:] = fill
+    whole[read] = rows
+    return whole
 
 
 def check_sequence_lengths(

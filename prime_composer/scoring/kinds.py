@@ -67,13 +67,12 @@ class KindRequest(msgspec.Struct, frozen=True):
         """Return the numbers of n rows, [n, m]; None without any."""
         return np.frombuffer(self.numbers, "<i4").reshape(n, -1) if self.numbers else None
 
-    def of_rows(self, n: int, rows: range) -> "KindRequest":
+    def of_rows(self, n: int, rows: slice | NDArray[np.bool_]) -> "KindRequest":
         """Return the request for some of n rows."""
-        if len(rows) == n:
+        numbers = self.per_row(n)
+        if numbers is None:
             return self
-        size = len(self.numbers) // max(1, n)
-        part = self.numbers[rows.start * size : rows.stop * size]
-        return msgspec.structs.replace(self, numbers=part)
+        return msgspec.structs.replace(self, numbers=numbers[rows].tobytes())
 
     def group(self, n: int) -> tuple[Any, ...]:
         """Return what requests for n rows must agree in to be computed together."""

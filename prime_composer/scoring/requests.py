@@ -1,5 +1,6 @@
 """Read a request, and refuse what would end vLLM's engine or take the server from all others."""
 
+import itertools
 from contextlib import suppress
 from typing import Any
 
@@ -139,11 +140,19 @@ def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> Ro
             f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
             f"{length - 1} is needed"
         )
+    edges = [sequence.start, *itertools.chain(*sequence.skip), length]
+    if any(second <= first for first, second in itertools.pairwise(edges)):
+        raise BadRequest(
+            f"{place} skips {sequence.skip[:3]}, where ranges in order are needed, each [first, "
+            f"last) with a token of interest before and after it, from start = {sequence.start} to "
+            f"{length}"
+        )
     wrong = id_outside(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size)
     if wrong:
         raise BadRequest(f"{place}: {wrong}")
     try:
-        return RowsRequest(sequence.start, length, requests_of(sequence, score_request, facts))
+        asked = requests_of(sequence, score_request, facts)
+        return RowsRequest(sequence.start, length, asked, tuple(sequence.skip))
     except ValueError as error:
         raise BadRequest(f"{place}, {error}") from None
 

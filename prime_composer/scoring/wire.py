@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 NAME = "prime_composer"  # Of the plugin, in VLLM_PLUGINS and in each response
 
-VERSION = 1
+VERSION = 2
 SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"  # Below /v1, so that the server's API key guards both
 
@@ -55,11 +55,13 @@ class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]  # prompt and completion
     start: int  # position of the first token of interest, at least 1
     given: str = ""  # ids of the caller's choice, from ``encode_ids``
+    # positions behind ``start`` that are of no interest, each [first, last), in order
+    skip: list[tuple[int, int]] = []
 
     @property
     def rows(self) -> int:
         """Tokens of interest."""
-        return len(self.token_ids) - self.start
+        return len(self.token_ids) - self.start - sum(last - first for first, last in self.skip)
 
 
 class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -121,7 +123,7 @@ class Field(msgspec.Struct, array_like=True):
 
 
 class SequenceRows(msgspec.Struct):
-    """The response for one sequence: one row per token from ``start`` to the end."""
+    """The response for one sequence: one row per token of interest."""
 
     n: Count  # number of rows
     fields: list[Field]  # the arrays, in order

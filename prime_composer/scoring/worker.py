@@ -5,6 +5,7 @@ and ranking run on the rows of interest alone, and all requests of a batch share
 takes the place of vLLM's tensors, which travel to the API server without a copy.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +37,18 @@ class RowsRequest(msgspec.Struct, frozen=True):
     start: int  # position of the first token of interest
     stop: int  # the prompt's length: the tokens up to its end are of interest
     requests: tuple[KindRequest, ...]  # what it asks of each kind, for all rows
+    skip: tuple[tuple[int, int], ...] = ()  # positions between them that are of no interest
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Positions of the tokens of interest, each [first, last)."""
+        edges = [self.start, *itertools.chain(*self.skip), self.stop]
+        return [*zip(edges[::2], edges[1::2], strict=True)]
 
     @property
     def n(self) -> int:
         """Rows of interest."""
-        return self.stop - self.start
+        return sum(last - first for first, last in self.ranges)
 
     def mark(self) -> dict[str, bytes]:
         """Return a request's extra arguments: bytes, so that no JSON body of another route can."""
@@ -59,6 +67,7 @@ class Progress:
     """The rows of one request so far; a long prompt is prefilled in pieces."""
 
     rows_request: RowsRequest
+    n: int = field(init=False)  # rows of interest
     arrays: dict[str, Tensor] = field(default_factory=dict)  # all rows by name, on the CPU
     # the arrays' bytes, of which they are views
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -66,6 +75,9 @@ class Progress:
     has_gap: bool = False  # rows were never computed: a prefix cache had them
     # "type" and "text" of an exception; empty without one
     error: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n = self.rows_request.n
 
     def write(self, row: int, pieces: dict[str, Tensor]) -> None:
         """Store rows by name, on the CPU, from ``row`` on."""
@@ -79,17 +91,16 @@ class Progress:
 
     def _make_arrays(self, pieces: dict[str, Tensor]) -> None:
         """Make room for all rows, the widest dtypes first, so that each array is aligned."""
-        n = self.rows_request.n
         order = sorted(pieces, key=lambda name: -pieces[name].itemsize)
-        sizes = [n * pieces[name][0].numel() * pieces[name].itemsize for name in order]
+        sizes = [self.n * pieces[name][0].numel() * pieces[name].itemsize for name in order]
         self.data = torch.empty(sum(sizes), dtype=torch.uint8)
         for name, part in zip(order, self.data.split(sizes), strict=True):
             rows = part.view(pieces[name].dtype)
-            self.arrays[name] = rows.view(n, *pieces[name].shape[1:])
+            self.arrays[name] = rows.view(self.n, *pieces[name].shape[1:])
 
     @property
     def is_whole(self) -> bool:
-        return not self.has_gap and self.next_row == self.rows_request.n
+        return not self.has_gap and self.next_row == self.n
 
     def payload(self) -> tuple[Tensor, Tensor]:
         """Return the description and the bytes of all arrays, as uint8."""
@@ -124,7 +135,7 @@ class Piece:
 
     def numbers(self, index: int) -> NDArray[np.int32] | None:
         """Return what the request of this index says of these rows, [count, m]."""
-        numbers = self.progress.rows_request.requests[index].per_row(self.progress.rows_request.n)
+        numbers = self.progress.rows_request.requests[index].per_row(self.progress.n)
         return None if numbers is None else numbers[self.row : self.row + self.count]
 
 
@@ -175,12 +186,16 @@ def answer_batch(
     for name, prefill in prefills.items():
         progress, before, after = prefill.progress, prefill.before, prefill.before + prefill.count
         asked = progress.rows_request
-        # Row i predicts token i + 1.
-        low, high = max(asked.start - 1, before), min(after, asked.stop - 1)
-        if high > low:
-            next_ids = torch.as_tensor(prefill.prompt[low + 1 : high + 1])
-            piece = Piece(prefill.begin - before + low, low + 1 - asked.start, next_ids, progress)
-            groups.setdefault(tuple(one.group(asked.n) for one in asked.requests), []).append(piece)
+        alike, row = tuple(one.group(progress.n) for one in asked.requests), 0
+        for first, last in asked.ranges:  # row i of the hidden states predicts token i + 1
+            low, high = max(first - 1, before), min(after, last - 1)
+            if high > low:
+                next_ids = torch.as_tensor(prefill.prompt[low + 1 : high + 1])
+                piece = Piece(
+                    prefill.begin - before + low, row + low + 1 - first, next_ids, progress
+                )
+                groups.setdefault(alike, []).append(piece)
+            row += last - first
         if after >= asked.stop:
             done[name] = progress
     for group in groups.values():

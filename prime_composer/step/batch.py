@@ -42,7 +42,7 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
     """Return a sample without the tokens that the teacher has no score of; None without any."""
     if scores.scored is None:
         return replace(sample, scores=scores)
-    if bool(scores.scored.all()):
+    if bool(scores.scored[sample.rollout.trained].all()):
         return replace(sample, scores=replace(scores, scored=None))
     rollout = sample.rollout
     mask = rollout.loss_mask.clone()

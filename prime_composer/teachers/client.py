@@ -7,7 +7,8 @@ openai client.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -247,22 +248,20 @@ class TeacherClient:
                 f"{self._transport.origin} computes in {facts.dtype}, and hidden states are read "
                 f"in {', '.join(DTYPES_BY_NAME)}; start it with --dtype bfloat16."
             )
-        n, parts = len(sequence.lacks), []
-        for rows in self._rows_per_request(sequence, asked, facts):
-            part = replace(
-                sequence,
-                token_ids=sequence.token_ids[: sequence.start + rows.stop],
-                start=sequence.start + rows.start,
-                lacks=sequence.lacks[rows.start : rows.stop],
-            )
-            parts.append(await self._score_rows(part, asked.of_rows(n, rows), facts))
+        n = len(sequence.lacks)
+        parts = [
+            await self._score_rows(sequence.window(rows), asked.of_rows(n, rows), facts)
+            for rows in self._rows_per_request(sequence, asked, facts)
+        ]
         return joined_rows(parts)
 
     async def _score_rows(
         self, sequence: SequenceToScore, asked: AskedOfPlugin, facts: Facts
     ) -> Scores:
-        n = len(sequence.lacks)
-        one = SequenceRequest(sequence.token_ids, sequence.start)
+        if sequence.read is not None:
+            asked = asked.of_rows(len(sequence.read), sequence.read.numpy())
+        one = SequenceRequest(sequence.asked_ids, sequence.ranges[0][0], skip=sequence.skip)
+        n = one.rows
         score_request = ScoreRequest(VERSION, [one], [], model=self._model)
         for each, its in asked.of_kinds:
             each.write(its, score_request, n)
@@ -303,12 +302,13 @@ class TeacherClient:
 
     def _rows_per_request(
         self, sequence: SequenceToScore, asked: AskedOfPlugin, facts: Facts
-    ) -> Sequence[range]:
+    ) -> Sequence[slice]:
         """Return which rows of a sequence to ask for at once, in order."""
-        n, tokens, limits = len(sequence.lacks), len(sequence.token_ids), facts.limits
+        read, tokens, limits = sequence.read, len(sequence.token_ids), facts.limits
+        n = len(sequence.lacks)
         m = sum(len(request.numbers) for _, request in asked.of_kinds) // (4 * max(1, n))
         if limits is None or m == 0:
-            return [range(n)]
+            return [slice(0, n)]
         others = ENVELOPE_BYTES + tokens * len(f"{facts.vocab_size}, ")
         most = max(0, limits.question_bytes - others) * 3 // (16 * m)  # base64 of int32
         if most == 0:
@@ -317,4 +317,6 @@ class TeacherClient:
                 f"bytes, too few for {tokens:,} tokens and {m:,} ids for one of them; lower the "
                 "loss's k."
             )
-        return [range(first, min(first + most, n)) for first in range(0, n, most)]
+        places = range(n) if read is None else read.nonzero()[:, 0].tolist()
+        edges = [0, *places[most::most], n]
+        return [slice(*ends) for ends in pairwise(edges)]

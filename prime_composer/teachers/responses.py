@@ -10,7 +10,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_composer.backends.alignment import SequenceToScore, checked
+from prime_composer.backends.alignment import SequenceToScore, among, checked, spread
 from prime_composer.backends.vllm_logprobs import at_least_one, read_answer, top_k_of
 from prime_composer.contract import HiddenStates, InvalidAnswer, Scores, TeacherHead
 from prime_composer.scoring.head import DTYPES_BY_NAME
@@ -43,7 +43,7 @@ class AskedOfPlugin:
         own = (SAMPLED, KindRequest(SAMPLED.name)), (self.kind, self.request)
         return [*own, *hidden]
 
-    def of_rows(self, n: int, rows: range) -> "AskedOfPlugin":
+    def of_rows(self, n: int, rows: slice | NDArray[np.bool_]) -> "AskedOfPlugin":
         """Return what is asked of some of n rows."""
         return replace(self, request=self.request.of_rows(n, rows))
 
@@ -64,7 +64,8 @@ def read_binary_response(
     origin: str,
 ) -> Scores:
     """Return the scores in a response of the scoring plugin, checked."""
-    n, k = len(sequence.lacks), asked.request.k
+    read, k = sequence.read, asked.request.k
+    n = len(sequence.lacks) if read is None else int(read.sum())
     try:
         if len(response.sequences) != 1:
             raise WireError(f"{len(response.sequences)} sequences, where 1 was expected")
@@ -74,16 +75,11 @@ def read_binary_response(
                 arrays[field.name] = expected(arrays, field, n)
     except WireError as error:
         raise wrong_response(origin, sequence, str(error)) from None
-    (scores,) = checked(
-        [asked.kind.scores(arrays, asked.request, sequence.start)],
-        [sequence],
-        k=k,
-        origin=origin,
-        ranked=asked.kind.ranked,
-    )
+    scores = spread(asked.kind.scores(arrays, asked.request, sequence.start), read)
+    (scores,) = checked([scores], [sequence], k=k, origin=origin, ranked=asked.kind.ranked)
     if asked.head is None:
         return scores
-    states = HIDDEN.states(arrays, DTYPES_BY_NAME[facts.dtype])
+    states = among(HIDDEN.states(arrays, DTYPES_BY_NAME[facts.dtype]), read, 0.0)
     check_finite_states(states, sequence, origin)
     share = HiddenStates(states, asked.head, ref_logprobs=scores.ref_logprobs)
     return replace(scores, hidden=(share,))
@@ -122,6 +118,7 @@ def joined_rows(parts: Sequence[Scores]) -> Scores:
         shares,
         known,
         first.start,
+        None if first.scored is None else torch.cat([part.all_scored for part in parts]),
     )
 
 

@@ -15,6 +15,7 @@ from prime_composer.backends.alignment import (
     check_support_size,
     checked,
     sequences_to_score,
+    spread,
 )
 from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.vllm import VLLMEngine
@@ -77,7 +78,11 @@ class VLLMScorer:
         kind: SupportKind = SAMPLED
         asked = [KindRequest(SAMPLED.name)] * len(sequences)
         if k and candidate_ids is not None:
-            kind, asked = GIVEN, [GIVEN.of(ids) for ids in candidate_ids]
+            kind = GIVEN
+            asked = [
+                GIVEN.of(ids if one.read is None else ids[one.read])
+                for one, ids in zip(sequences, candidate_ids, strict=True)
+            ]
         elif k:
             kind, asked = TOP_K, [TOP_K.of(k)] * len(sequences)
         beside = [one for one in (SAMPLED, *[HIDDEN] * hidden) if one is not kind]
@@ -89,14 +94,15 @@ class VLLMScorer:
                 prompt_logprobs=0,
                 detokenize=False,
                 extra_args=RowsRequest(
-                    sequence.start,
-                    len(sequence.token_ids),
+                    sequence.ranges[0][0],
+                    sequence.ranges[-1][1],
                     (request, *(KindRequest(one.name) for one in beside)),
+                    tuple(sequence.skip),
                 ).mark(),
             )
             for sequence, request in zip(sequences, asked, strict=True)
         ]
-        outputs = engine._run([s.token_ids for s in sequences], requests)
+        outputs = engine._run([s.asked_ids for s in sequences], requests)
         head = self._head() if hidden else None
         read = [
             self._read(sequence, output.prompt_logprobs[-1], kind, request, head)
@@ -144,11 +150,12 @@ class VLLMScorer:
     ) -> Scores:
         """Return the scores of one sequence, which are not checked."""
         description, data = payload[:2]
-        arrays = read_payload(description, data, len(sequence.lacks))
+        n = len(sequence.lacks) if sequence.read is None else int(sequence.read.sum())
+        arrays = read_payload(description, data, n)
         shares = () if head is None else (HiddenStates(arrays.pop(HIDDEN.name), head),)
         numbers = {name: array.numpy() for name, array in arrays.items()}
         scores = kind.scores(numbers, request, sequence.start)
-        return replace(scores, hidden=shares) if shares else scores
+        return spread(replace(scores, hidden=shares), sequence.read)
 
     def close(self) -> None:
         """Close the engine. Closing twice is harmless."""

@@ -66,7 +66,9 @@ def sent(scores: Scores) -> Sent:
         torch.cat([torch.zeros(n), scores.ref_logprobs]),
         torch.cat([torch.zeros(n, k, dtype=scores.token_ids.dtype), scores.token_ids]),
         torch.cat([torch.zeros(n, k), scores.teacher_logprobs]),
-        known=torch.cat([torch.zeros(n, k, dtype=torch.bool), scores.all_known]),
+        known=torch.cat(
+            [torch.zeros(n, k, dtype=torch.bool), scores.all_known & scores.all_scored[:, None]]
+        ),
     )
     return Sent(whole.ref_logprobs.tolist(), whole)
 

@@ -14,6 +14,7 @@ import pytest
 from prime_composer.cli import probe as command
 from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
+from prime_composer.scoring.wire import VERSION
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -105,7 +106,7 @@ def test_models_say_what_a_server_answers_in_binary(
         assert rows == {}
         assert "in JSON, several times slower than in binary" in " ".join(done.stdout.split())
         return
-    assert rows["plugin: version"] == "1" and rows["plugin: vllm"] == "0.32.0"
+    assert rows["plugin: version"] == str(VERSION) and rows["plugin: vllm"] == "0.32.0"
     assert rows["plugin: kinds"] == "sampled, top_k, given, hidden"
     assert "rows 300" in rows["plugin: head"]
 

@@ -27,6 +27,8 @@ import torch
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.hf_model import without_progress_bars
+from prime_composer.scoring.wire import VERSION
+from prime_composer.scoring.worker import RowsRequest
 from tests.faults import modes
 
 hide_cuda_packages()
@@ -175,15 +177,17 @@ class RightAnswers:
             raise BadRequest(f"start = {start} of {len(tokens)} tokens")
         answer = self.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
         logits = answer.logits[0, :-1].float()
-        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)[start - 1 :]
+        asked = RowsRequest(start, len(tokens), (), tuple(one.get("skip", ())))
+        at = torch.cat([torch.arange(*both) for both in asked.ranges])
+        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)[at - 1]
         best = logprobs.topk(question["k"], dim=-1)
-        own = logprobs.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        own = logprobs.gather(1, torch.tensor(tokens)[at, None])[:, 0]
         chosen = np.frombuffer(base64.b64decode(one.get("given", "")), "<i4").reshape(len(own), -1)
         found = {
             "sampled": {"sampled": own},
             "top_k": {"top_ids": best.indices.int(), "top_logprobs": best.values},
             "given": {"given": logprobs.gather(1, torch.from_numpy(chosen.astype(np.int64)))},
-            "hidden": {"hidden": answer.hidden_states[-1][0, start - 1 : -1]},
+            "hidden": {"hidden": answer.hidden_states[-1][0, at - 1]},
         }
         fields, data = [], b""
         for kind in question["kinds"]:
@@ -480,7 +484,7 @@ class SpoilingServer:
             case "POST", "/v1/prime_composer/score" if self.plugin:
                 return self._packed(body, mode)
             case "POST", "/v1/prime_composer/head" if self.plugin:
-                greeting = {"plugin": "prime_composer", "version": 1}
+                greeting = {"plugin": "prime_composer", "version": VERSION}
                 return greeting | self._right.head(body["first"], body["last"])
             case "POST", "/tokenize" if self.can_tokenize:
                 tokens = self._right.token_ids(body["prompt"])
@@ -535,7 +539,7 @@ class SpoilingServer:
     def _packed(self, body: Any, mode: str) -> Any:
         return {
             "plugin": "prime_composer",
-            "version": 1,
+            "version": VERSION,
             "facts": self._right.facts()
             | {"fingerprint": self._right.fingerprint if body["sequences"] else None},
             "sequences": [

@@ -38,6 +38,7 @@ from prime_composer.local.probe.teacher import (
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe
+from prime_composer.scoring.wire import VERSION
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
@@ -410,7 +411,7 @@ def test_a_server_with_the_plugin_shows_its_facts(served):
     raw, _, teacher = served(plugin=True)
     report = probed(raw)
     plugin = report.teachers["teacher"].plugin
-    assert report.passed and (plugin.version, plugin.vllm) == (1, "0.32.0")
+    assert report.passed and (plugin.version, plugin.vllm) == (VERSION, "0.32.0")
     assert plugin.kinds == ["sampled", "top_k", "given", "hidden"]
     weights = load_file(Path(teacher.model) / "model.safetensors")
     weight = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])

@@ -79,6 +79,8 @@ TESTS = {
     "cross_tokenizer/sums.py": OWN_TOKENIZER,
     "cross_tokenizer/finish.py": OWN_TOKENIZER,
     "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py", ROWS_READ],
+    "backends/alignment.py": ["tests/scoring/test_trained_rows.py"],
+    "scoring/worker.py": ["tests/scoring/test_kinds.py"],
     "upstream/orchestrator/messages.py": ["tests/upstream/test_own_tokenizer.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/batches.py": [
@@ -845,6 +847,20 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "tape: chosen ids left out of the key": mutant(
         TAPE_ANSWERS, "teacher_question", ("parts.append(ids_as_bytes(candidates))", "None"),
+    ),
+    "tape: trained rows left out of the key": mutant(
+        TAPE_ANSWERS, "teacher_question",
+        ("parts.append(rollout.trained.numpy().tobytes())", "None"),
+    ),
+    "plugin: rows that do not train are asked for": mutant(
+        "backends/alignment.py", "sequences_to_score",
+        ("None if rollout.trained.all() else rollout.trained", "None"),
+    ),
+    "plugin: rows behind a gap take the gap's place": mutant(
+        "scoring/worker.py", "answer_batch", ("row += last - first", "row = 0"),
+    ),
+    "orchestrator: what the student did not sample is asked for": mutant(
+        "upstream/orchestrator/messages.py", "read_of", ("sampled_of(found[1])", "None"),
     ),
     "tape: parts of a key run together": mutant(
         TAPE_ANSWERS, "answer_key", ("len(part).to_bytes(8, 'little') + part", "part"),

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
 from prime_composer.scoring.patches import HEAD_METHOD
-from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
+from prime_composer.scoring.worker import Prefill, Progress, RowsRequest, answer_batch, uint8
 from tests.scoring.conftest import Engine
 
 V, D = 31, 6
@@ -46,14 +46,11 @@ class Rows(Engine):
         """Answer in two pieces of the prompt."""
         rows_request, ids = RowsRequest.of(params), prompt["prompt_token_ids"]
         self.asked.append(rows_request)
-        first, n, progress = rows_request.start - 1, rows_request.n, Progress(rows_request)
-        half = n // 2
-        for rows in (range(half), range(half, n)):
-            if rows:
-                next_ids = ids[rows_request.start + rows.start : rows_request.start + rows.stop]
-                piece = Piece(first + rows.start, rows.start, torch.tensor(next_ids), progress)
-                states = self.table[torch.tensor(ids)]
-                answer_group(lambda h: h @ self.weight.T, len(self.weight), states, [piece])
+        progress, half = Progress(rows_request), len(ids) // 2
+        for before, after in ((0, half), (half, len(ids))):
+            states = self.table[torch.tensor(ids[before:after])]
+            prefill = Prefill(progress, ids, before, after - before, begin=0)
+            answer_batch(lambda h: h @ self.weight.T, len(self.weight), states, {"": prefill})
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
 

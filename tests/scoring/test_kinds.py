@@ -207,9 +207,10 @@ def runner_class(request):
 
 
 def check(progress: Progress, weight, tokens, rows_request):
-    arrays = read_payload(*progress.payload(), len(tokens) - rows_request.start)
-    rows = exact(weight, tokens)[rows_request.start - 1 :]
-    own = rows.gather(1, torch.tensor(tokens[rows_request.start :])[:, None])[:, 0]
+    at = torch.cat([torch.arange(*both) for both in rows_request.ranges])
+    arrays = read_payload(*progress.payload(), len(at))
+    rows = exact(weight, tokens)[at - 1]
+    own = rows.gather(1, torch.tensor(tokens)[at, None])[:, 0]
     torch.testing.assert_close(arrays["sampled"].double(), own, atol=5e-6, rtol=0)
     k = rows_request.requests[-1].k
     if k:
@@ -220,7 +221,7 @@ def check(progress: Progress, weight, tokens, rows_request):
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
 def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes, monkeypatch):
-    """Different starts, K and lengths in one batch, pieces of every size, blocks of few rows."""
+    """Starts, gaps, K and lengths of all sizes in one batch, pieces too, and blocks of few rows."""
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", block_bytes)
     generator = np.random.default_rng(0)
     requests = {}
@@ -228,10 +229,11 @@ def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes,
         tokens = generator.integers(0, V, int(generator.integers(2, 40))).tolist()
         start = int(generator.integers(1, len(tokens)))
         k = int(generator.choice([0, 1, 8]))
-        requests[f"r{index}"] = (
-            tokens,
-            RowsRequest(start, len(tokens), (OWN, top(k)) if k else (OWN,)),
-        )
+        inner = np.arange(start + 1, len(tokens))
+        edges = np.sort(generator.choice(inner, len(inner) // 4 * 2, replace=False)).tolist()
+        skip = tuple(zip(edges[::2], edges[1::2], strict=True))
+        kinds = (OWN, top(k)) if k else (OWN,)
+        requests[f"r{index}"] = tokens, RowsRequest(start, len(tokens), kinds, skip)
     runner, done = runner_class(weight, requests), {}
     while len(done) < len(requests):
         scheduled = {}

@@ -9,6 +9,7 @@ import json
 import os
 import time
 import urllib.request
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -127,6 +128,7 @@ def test_scores_equal_torchs_own_forward(scorer, rollouts, exact, k):
 
 
 def test_scores_equal_vllms_json(scorer, rollouts):
+    rollouts = rollouts[::4]
     for k in (1, 32):
         answers = (scorer.score(rollouts, k, binary=binary) for binary in (True, False))
         for packed, plain in zip(*answers, strict=True):
@@ -224,6 +226,41 @@ def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact,
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
         sampled = one.ref_logprobs.double()
         torch.testing.assert_close(sampled, own(expected, rollout), atol=1e-4, rtol=0)
+
+
+def test_rows_that_do_not_train_are_neither_computed_nor_sent(
+    scorer, rollouts, exact, model, monkeypatch
+):
+    """As tools' answers between a student's turns: 3 of 10 tokens train."""
+    generator = np.random.default_rng(2)
+    rollout, expected = rollouts[-2], exact[-2]
+    trained = torch.from_numpy(generator.random(len(expected)) < 0.3)
+    trained[0] = True
+    mask = rollout.loss_mask.clone()
+    mask[rollout.start :] = trained
+    given = torch.from_numpy(np.stack([generator.permutation(VOCAB)[:8] for _ in expected]))
+    sizes, request = [], scorer._connection.request
+
+    def recorded(*words, **options):
+        sizes.append(options["tail"])
+        return request(*words, **options)
+
+    for options in ({}, {"candidate_ids": [given]}, {"hidden": True}):
+        with monkeypatch.context() as patch:
+            patch.setattr(scorer._connection, "request", recorded)
+            scorer.score([rollout], 8, **options)
+            (one,) = scorer.score([replace(rollout, loss_mask=mask)], 8, **options)
+        assert torch.equal(one.scored, trained) and len(one) == len(expected)
+        found = one.rows(trained)
+        ids = given[trained] if "candidate_ids" in options else expected[trained].topk(8).indices
+        assert torch.equal(found.token_ids, ids)
+        logprobs = expected[trained].gather(1, ids)
+        torch.testing.assert_close(found.teacher_logprobs.double(), logprobs, atol=1e-4, rtol=0)
+        if one.hidden:
+            of_states = (found.hidden[0].states @ model.lm_head.weight.T).double().log_softmax(-1)
+            torch.testing.assert_close(of_states, expected[trained], atol=1e-4, rtol=0)
+    whole, some = sum(sizes[::2]), sum(sizes[1::2])
+    assert some / whole == pytest.approx(trained.double().mean().item())
 
 
 def test_head_of_a_checkpoint_has_to_be_the_servers(server, scorer, model, tmp_path):

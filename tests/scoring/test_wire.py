@@ -54,7 +54,7 @@ def test_answer_comes_back_bit_for_bit():
         (b"", False, "no response of the plugin"),
         (b"<html>404</html>", False, "no response of the plugin"),
         (encoded(plugin="another"), False, "a response of 'another'"),
-        (encoded(version=2), True, "version 2 .* reads version 1; install the same"),
+        (encoded(version=1), True, "version 1 .* reads version 2; install the same"),
         (encoded(facts={}), True, "a damaged response of the plugin"),
         (encoded(sequences=[{"n": -1, "fields": [], "data": b""}]), True, "a damaged response"),
     ],

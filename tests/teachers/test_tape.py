@@ -188,19 +188,20 @@ def test_tape_hidden_states_come_with_their_head(tmp_path: Path) -> None:
 
 
 def test_tape_tells_what_is_asked_apart(tmp_path: Path) -> None:
-    """Other tokens, another prompt, another first token, and other chosen ids are other answers."""
+    """Other tokens, another prompt or first token, other trained rows or chosen ids."""
     chosen = torch.tensor([[1, 2], [3, 4], [5, 6]])
     asked: list[tuple[Rollout, dict[str, Any]]] = [
         (ONE, {}),
         (rollout(3, 4, 5, 6, 8), {}),
         (rollout(9, 4, 5, 6, 7), {}),
         (rollout(3, 4, 5, 6, 7, start=3), {}),
+        (replace(ONE, loss_mask=torch.tensor([False, False, True, False, True])), {}),
         (ONE, {"prompts": [[3, 5]]}),
         (ONE, {"candidate_ids": [chosen]}),
         (ONE, {"candidate_ids": [chosen.flip(1)]}),
         (ONE, {"candidate_ids": [chosen[:, :1]]}),
     ]
-    sizes = [3, 3, 3, 3, 3, 2, 2, 1]
+    sizes = [3, 3, 3, 3, 3, 3, 2, 2, 1]
     taped, plain = opened(tmp_path, Drawn()), Drawn()
     for (one, more), size in zip(asked, sizes, strict=True):
         taped.score([one], size, **more)

@@ -238,6 +238,7 @@ class Sample:
         self.token_ids, self.ref_logprobs = TOKENS, scores and list(scores)
         self.mask, self.advantages = [False, True, True], advantages
         self.rl_weights = self.ref_kl_weights = None
+        self.branches = ()
 
 
 def hooked(name, *hook, **members):

@@ -87,7 +87,7 @@ def test_server_is_asked_once_whether_it_has_the_plugin():
     assert url == f"http://teacher:8001{SCORE_PATH}"
     assert body == {
         "version": VERSION, "model": "served", "kinds": ["sampled", "top_k"], "k": 2,
-        "sequences": [{"token_ids": TOKENS, "start": 1, "given": ""}],
+        "sequences": [{"token_ids": TOKENS, "start": 1, "given": "", "skip": []}],
     }  # fmt: skip
 
 

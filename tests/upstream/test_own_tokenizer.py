@@ -368,8 +368,25 @@ def test_other_teachers_are_asked_as_ever(served, student, switch):
     switch(teacher_tokenizers={"another": "x"})
     trace = conversation(student, "ab")
     scored(served.url, trace)
-    (request,) = served.engine.asked
-    assert request.start == 1 and request.requests[1].k == K
+    request, beginning = served.engine.asked
+    assert request.requests[1].k == K and beginning.ranges == [(1, beginning.stop)]
+
+
+def test_only_what_the_student_sampled_is_asked_for(served, student, switch):
+    """Not the prompt, nor the messages between its turns."""
+    switch(teacher_tokenizers={"another": "x"})
+    trace = conversation(student, "abcab", "c ab")
+    scored(served.url, trace)
+    sample, request = trace.sample, served.engine.asked[0]
+    sampled = [at for at, trains in enumerate(sample.mask) if trains]
+    assert [at for both in request.ranges for at in range(*both)] == sampled
+    (branch,), support = trace.branches, support_of(sample.support)
+    expected = served.engine.logprobs(branch.token_ids)
+    for at in sampled:
+        top = expected[at - 1].topk(K)
+        assert support.token_ids[at].tolist() == top.indices.tolist()
+        assert support.teacher_logprobs[at].tolist() == pytest.approx(top.values.tolist(), abs=1e-5)
+    assert support.all_known.all(dim=1).nonzero()[:, 0].tolist() == sampled
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -77,6 +77,8 @@ def teacher_question(
     if candidates is not None:
         kind = CHOSEN
         parts.append(ids_as_bytes(candidates))
+    if not rollout.trained.all():  # other rows may not have been read
+        parts.append(rollout.trained.numpy().tobytes())
     key = answer_key(kind.encode(), *parts)
     return TeacherQuestion(key, kind, k, hidden, len(read), len(own))
 

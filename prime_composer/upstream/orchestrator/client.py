@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
-from prime_composer.backends.alignment import SequenceToScore, tensor_of
+from prime_composer.backends.alignment import SequenceToScore, runs_of, tensor_of
 from prime_composer.backends.errors import RequestRefused
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
@@ -42,16 +44,21 @@ IN_FLIGHT = 32  # Most requests of this process between being sent and being par
 
 
 def whole_sequence(
-    token_ids: Sequence[int], vocab_size: int | None = None, start: int = 1
+    token_ids: Sequence[int],
+    vocab_size: int | None = None,
+    start: int = 1,
+    read: Bool[Tensor, " seq"] | None = None,
 ) -> SequenceToScore:
     """Return a sequence whose tokens from ``start`` on are scored; none predicts the first.
 
-    Some of them may not train. The trainer refuses a token that trains and that the teacher masks,
-    and ids beyond its own head.
+    ``read`` says which of all tokens' scores are read; None: all. Some of them may not train. The
+    trainer refuses a token that trains and that the teacher masks, and ids beyond its own head.
     """
+    if read is not None:
+        read = read[start:] if read[start:].any() and not read[start:].all() else None
     lacks = lacking(tensor_of(token_ids[start:]), vocab_size)
-    read = within_head(token_ids, vocab_size)
-    return SequenceToScore(read, start, lacks, trained=False, vocab_size=vocab_size)
+    within = within_head(token_ids, vocab_size)
+    return SequenceToScore(within, start, lacks, trained=False, vocab_size=vocab_size, read=read)
 
 
 class OpenAITransport:
@@ -236,9 +243,12 @@ class Requests:
         k: int,
         *,
         start: int = 1,
+        read: Bool[Tensor, " seq"] | None = None,
         frozen: bool = False,
     ) -> Scores:
         """Return the scores of ``token_ids`` from ``start`` on, with the top ``k`` of ``model``.
+
+        With ``read`` the tokens of which it is False may have no score.
 
         A frozen model, whose weights never change, is first compared with the student. It also
         scores its first sequence's beginning again, before the scores of another start of its
@@ -248,7 +258,7 @@ class Requests:
         transport, asked = self._connection(client, model)
         if frozen and asked.tokenizer is None:
             await self._compare(transport, model, asked)
-        scores = await self._ask(transport, model, asked, token_ids, k, start)
+        scores = await self._ask(transport, model, asked, token_ids, k, start, read)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
@@ -308,14 +318,21 @@ class Requests:
         scores: Scores,
     ) -> None:
         """Send the known request where scores that have just come may be another model's."""
-        k, start, size = scores.k, scores.start, KNOWN_TOKENS[-1] - 1
+        k, least, most = scores.k, KNOWN_TOKENS.start - 1, KNOWN_TOKENS[-1] - 1
         known = asked.requests.get(k)
         if known is None:
-            if len(scores) >= KNOWN_TOKENS.start - 1:
-                # The beginning's scores depend on nothing behind it.
-                rollout = known_rollout(torch.tensor(token_ids[: start + size]), start)
-                first = scores.rows(slice(size))
-                asked.requests[k] = KnownRequest(rollout, first, share=SHARE_APART, sign=asked.sign)
+            if len(scores) < least:
+                return
+            # The beginning's scores depend on nothing behind it.
+            first = replace(scores.rows(runs_of(scores.all_scored)[0]), scored=None)
+            if len(first) < least:
+                beginning = token_ids[: scores.start + most]
+                first = await self._ask(transport, model, asked, beginning, k, scores.start)
+            first = first.rows(slice(most))
+            rollout = known_rollout(
+                torch.tensor(token_ids[: first.start + len(first)]), first.start
+            )
+            asked.requests[k] = KnownRequest(rollout, first, share=SHARE_APART, sign=asked.sign)
         elif known.is_due(sign := asked.sign, 1):
             known_ids, start = known.rollout.token_ids.tolist(), known.rollout.start
             again = await self._ask(transport, model, asked, known_ids, k, start)
@@ -334,6 +351,7 @@ class Requests:
         token_ids: Sequence[int],
         k: int,
         start: int = 1,
+        read: Bool[Tensor, " seq"] | None = None,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
@@ -343,7 +361,7 @@ class Requests:
             teacher = TeacherClient(transport, model, known)
             if not known.was_asked:
                 await teacher.discover()
-            sequence = whole_sequence(token_ids, known.vocab_size, start)
+            sequence = whole_sequence(token_ids, known.vocab_size, start, read)
             lacks = sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]
             if lacks and not asked.lacks_ids and (size := known.vocab_size) is not None:
                 asked.lacks_ids = True

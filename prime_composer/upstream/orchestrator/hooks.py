@@ -35,7 +35,11 @@ from prime_composer.upstream.orchestrator.hints import (
     with_siblings,
     with_two_hints,
 )
-from prime_composer.upstream.orchestrator.messages import scored_by_prompt, scored_by_tokenizer
+from prime_composer.upstream.orchestrator.messages import (
+    read_of,
+    scored_by_prompt,
+    scored_by_tokenizer,
+)
 from prime_composer.upstream.orchestrator.mixture import score_by_each
 from prime_composer.upstream.refusals import NOT_IN_A_MIXTURE
 from prime_composer.upstream.settings import AdapterSettings
@@ -118,7 +122,8 @@ def hook_client(module: Any) -> None:
                 return await scored_by_tokenizer(REQUESTS, client, name, scoring.traces, token_ids)
             if scoring is not None and frozen and name in (settings.teacher_prompts or {}):
                 return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
-            return await REQUESTS.score(client, name, token_ids, k, frozen=frozen)
+            read = None if scoring is None else read_of(scoring.traces, token_ids)
+            return await REQUESTS.score(client, name, token_ids, k, read=read, frozen=frozen)
 
         if header is not None:
             request = score_by_each(score, teachers_of(header), token_ids)

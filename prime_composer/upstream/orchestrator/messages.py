@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
@@ -57,16 +58,23 @@ METRICS = "xtok"
 """Begins the names of metrics."""
 
 
-def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any]:
-    """Return the rollout and its branch that have these tokens."""
+def branches_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    """Yield each rollout and branch that have these tokens."""
     for trace in traces:
         for branch in trace.branches:
             if list(branch.token_ids) == list(token_ids):
-                return trace, branch
-    raise ValueError(
-        "prime-rl asks a teacher with prompts of its own for tokens of no branch of the rollout, "
-        f"so their messages are unknown. {DOCTOR}"
-    )
+                yield trace, branch
+
+
+def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any]:
+    """Return the rollout and its branch that have these tokens."""
+    found = next(branches_of(traces, token_ids), None)
+    if found is None:
+        raise ValueError(
+            "prime-rl asks a teacher with prompts of its own for tokens of no branch of the "
+            f"rollout, so their messages are unknown. {DOCTOR}"
+        )
+    return found
 
 
 def turns_of(branch: Any) -> Iterator[tuple[list[int], list[Any], Any]]:
@@ -138,6 +146,17 @@ async def scored_by_prompt(
     return scores_of_rollout(rollout, [*zip(pieces, answers, strict=True)], start=1)
 
 
+def sampled_of(branch: Any) -> Bool[Tensor, " seq"]:
+    """Return which tokens of a branch the student sampled."""
+    return torch.tensor([is_sampled for node in branch.nodes for is_sampled in node.mask])
+
+
+def read_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Bool[Tensor, " seq"] | None:
+    """Return which tokens' scores are read; None where no rollout has these tokens."""
+    found = next(branches_of(traces, token_ids), None)
+    return None if found is None else sampled_of(found[1])
+
+
 def rollout_of(trace: Any, branch: Any) -> Rollout:
     """Return a branch as a rollout, with what each turn of the student was asked."""
     turns = []
@@ -150,7 +169,7 @@ def rollout_of(trace: Any, branch: Any) -> Rollout:
                 "prompts of its own does not read: leave the environment, or the key, out."
             )
         turns.append(StudentTurn(places[0], asked))
-    mask = torch.tensor([is_sampled for node in branch.nodes for is_sampled in node.mask])
+    mask = sampled_of(branch)
     none = torch.full(mask.shape, torch.nan)
     ids = torch.tensor([*branch.token_ids])
     return Rollout(ids, mask, none, "length", 0, turns=tuple(turns))
@@ -306,7 +325,7 @@ async def scored_by_tokenizer(
 
 def place_scores(whole: Scores, places: Tensor, scores: Scores) -> None:
     """Write the scores of a turn's tokens, those that have one, to their places in a branch's."""
-    kept = torch.ones(len(places), dtype=torch.bool) if scores.scored is None else scores.scored
+    kept = scores.all_scored
     assert whole.known is not None
     at = places[kept]
     whole.ref_logprobs[at] = scores.ref_logprobs[kept].float()

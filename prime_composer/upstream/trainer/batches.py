@@ -96,10 +96,9 @@ class PackedMicroBatch:
         for answer in self.answers:
             part = slice(answer.start, answer.start + len(answer))
             own[part] = answer.ref_logprobs.float()
-            token_ids[part], known[part] = answer.token_ids, True
+            token_ids[part] = answer.token_ids
             logprobs[part] = answer.teacher_logprobs.float()
-            if answer.known is not None:
-                known[part] = answer.known
+            known[part] = answer.all_known & answer.all_scored[:, None]
         return Scores(own, token_ids, logprobs, known=known)
 
     @property

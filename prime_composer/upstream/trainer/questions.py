@@ -269,7 +269,8 @@ def two_heads_of(
     device, compared, weights = student.hidden.device, [], []
     for share in scores.hidden:
         scored = teachers.logits(share, share.states.to(device), student)
-        compare_states(scored, share, token_ids[first:last], place.start, rows.start)
+        labels = token_ids[first:last]
+        compare_states(scored, share, labels, scores.scored, place.start, rows.start)
         states = scored.hidden.new_zeros(student.row_count, scored.hidden.shape[1])
         states[rows] = scored.hidden
         compared.append(replace(scored, hidden=states))
@@ -279,7 +280,12 @@ def two_heads_of(
 
 
 def compare_states(
-    logits: Logits, share: HiddenStates, labels: Tensor, begin: int, start: int
+    logits: Logits,
+    share: HiddenStates,
+    labels: Tensor,
+    is_scored: Bool[Tensor, " n"] | None,
+    begin: int,
+    start: int,
 ) -> None:
     """Compare the teacher's hidden states and head with its own log-probs of some tokens.
 
@@ -288,7 +294,8 @@ def compare_states(
     """
     if share.ref_logprobs is None:
         return
-    index = torch.arange(0, len(labels), CHECKED_EVERY)
+    places = torch.arange(len(labels)) if is_scored is None else is_scored.nonzero()[:, 0]
+    index = places[::CHECKED_EVERY]
     index = index[~lacking(labels[index], logits.size)]
     rows = logits.at(index.to(logits.hidden.device))
     labels = labels[index].unsqueeze(1).to(logits.hidden.device)

@@ -28,6 +28,9 @@ from experts import Routing, in_one_tensor
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_composer.scoring.wire import VERSION
+from prime_composer.scoring.worker import RowsRequest
+
 MAX_NEW = 32
 SCORE, HEAD = "/v1/prime_composer/score", "/v1/prime_composer/head"
 
@@ -127,13 +130,15 @@ class Engine:
         """Return the answer of the scoring plugin, as bytes."""
         head, sequences = self.model.lm_head.weight, []
         for sequence in body["sequences"]:
-            ids, start = sequence["token_ids"], sequence["start"]
+            ids = sequence["token_ids"]
             with self.lock:
                 hidden = self.model.model(torch.tensor([ids])).last_hidden_state[0]
-            hidden = hidden[start - 1 : len(ids) - 1]
+            asked = RowsRequest(sequence["start"], len(ids), (), tuple(sequence["skip"]))
+            at = torch.cat([torch.arange(*both) for both in asked.ranges])
+            hidden = hidden[at - 1]
             table = (hidden.float() @ head.float().T).log_softmax(-1)
             top, best = table.topk(max(1, body.get("k", 0)))
-            own = table.gather(1, torch.tensor(ids[start:]).unsqueeze(1))
+            own = table.gather(1, torch.tensor(ids)[at].unsqueeze(1))
             arrays = {
                 "sampled": [("sampled", "float32", 0, own)],
                 "top_k": [
@@ -199,7 +204,7 @@ class Engine:
 
 
 def packed(**content):
-    return msgspec.msgpack.encode({"plugin": "prime_composer", "version": 1, **content})
+    return msgspec.msgpack.encode({"plugin": "prime_composer", "version": VERSION, **content})
 
 
 def handler(engine, name, plugin):
