@@ -42,6 +42,7 @@ from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
     check_ids,
+    check_own_scores,
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
@@ -56,6 +57,8 @@ from prime_composer.teachers.watch import KnownRequest, server_starts
 WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
 COMPARED_PROMPTS = 8  # Problems on which a chat model is compared under plain prompts and its own
+
+OWN_TOKENS = 8  # What a teacher's server samples, to score it
 
 FIRST_TOKENS = 4  # Tokens of an answer that its prompt says most about
 
@@ -312,7 +315,8 @@ class Checks:
                 (scores,) = live.score([rollout], self.recipe.loss.support_size, hidden=hidden)
                 check_ids(scores, engine.vocab_size)
                 self.probes[teacher] = KnownRequest(rollout, scores, sign=server_starts(live))
-                return self._plain_prompts(teacher, live)
+                alone = check_own_scores(live, own[:most], min(OWN_TOKENS, params.max_tokens))
+                return alone + self._plain_prompts(teacher, live)
         return None
 
 

@@ -1,14 +1,15 @@
 """Whether a teacher reads and writes the student's tokens: tokenizers, vocabularies, ids."""
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from prime_composer.backends.protocols import Limits, Scorer
+from prime_composer.backends.protocols import Limits, Rollout, Scorer
 from prime_composer.contract import Scores
 from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
+from prime_composer.teachers.watch import HALF_PRECISION
 
 PROBES = (  # Numbers, white space, byte-level characters: where tokenizers of one family differ
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
@@ -120,6 +121,44 @@ class TokenizingServer(Protocol):
     def detokenize(self, ids: list[int]) -> str | None:
         """Return the text of ids; None: it cannot be asked."""
         ...
+
+
+@runtime_checkable
+class GeneratingServer(Protocol):
+    """A scorer whose server may sample too."""
+
+    def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
+        """Return what the server samples, with its log-probs; None where it does not sample."""
+        ...
+
+
+def check_own_scores(scorer: Scorer, prompt: Sequence[int], max_tokens: int) -> list[str]:
+    """Compare a server's scores of what it samples with its own log-probs of it.
+
+    Both are log q of the same tokens by one model, and differ by rounding. Elsewhere nothing shows
+    that they do not: a request with known scores repeats the same wrong numbers.
+    """
+    if not isinstance(scorer, GeneratingServer):
+        return []
+    rollout = scorer.own_rollout(prompt, max_tokens)
+    if rollout is None:
+        return [
+            "The teacher's server does not generate, so its scores were not compared with the "
+            "log-probs of what it samples."
+        ]
+    (scores,) = scorer.score([rollout], 0)
+    sampled = rollout.inference_logprobs[rollout.start :]
+    apart = float((scores.ref_logprobs - sampled).abs().mean())
+    if not apart <= HALF_PRECISION:
+        raise PreflightError(
+            f"The teacher's server gives {len(sampled)} tokens a mean log-prob of "
+            f"{float(sampled.mean()):.3f} where it samples them, and of "
+            f"{float(scores.ref_logprobs.mean()):.3f} where it scores them: it scores by other "
+            "weights or another head. Serve a LoRA adapter merged into its model (vLLM scores "
+            "prompts without its part on the output head), leave --logprobs-mode out, and let one "
+            "model answer at this url."
+        )
+    return []
 
 
 def check_served_tokenizer(

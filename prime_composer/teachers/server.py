@@ -1,6 +1,7 @@
 """Teacher scores of a running vLLM server, with or without the scoring plugin."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from prime_composer.backends.alignment import (
     sequences_to_score,
 )
 from prime_composer.backends.errors import RequestRefused, ServerError
-from prime_composer.backends.protocols import Limits, Rollout
+from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.recipe.backends import Served
@@ -94,6 +95,17 @@ class ServerScorer(Server):
         if self._sampler is None:
             self._sampler = self._open_sampler()
         return self._sampler
+
+    def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
+        """Return what the server samples, with its log-probs; None where it does not sample."""
+        # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
+        with closing(self._open_sampler(seeded=False)) as sampler:
+            try:
+                params = SamplingParams(max_tokens=max_tokens)
+                (rollout,) = sampler.generate([prompt], params, seed=0)
+            except ServerError:
+                return None
+        return rollout
 
     def score(
         self,

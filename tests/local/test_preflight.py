@@ -3,13 +3,14 @@
 import copy
 import json
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.hf_model import import_transformers, load_model
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
@@ -25,6 +26,7 @@ from prime_composer.step.batch import Sample
 from prime_composer.teachers.compatibility import (
     PreflightError,
     check_ids,
+    check_own_scores,
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
@@ -390,3 +392,36 @@ def test_served_teacher_says_its_precision(plugin, tiny_recipe, tmp_path):
         run(tiny_recipe(student=student, teacher=teacher, trainer__steps=1), tmp_path, display)
     (line,) = [text for text in display.texts if text.startswith("the teacher's server")]
     assert line.endswith("answers in float32" if plugin else "in which precision it answers")
+
+
+OTHERWISE = "mean log-prob of -.* where it samples them, and of -.* adapter merged into its model"
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "road", "expected"),
+    [
+        (None, None, None),
+        ("other_model", "{}", OTHERWISE),
+        ("status_404", "sampling", "does not generate"),
+    ],
+)
+def test_server_that_scores_otherwise_than_it_samples_is_refused(
+    mode, road, expected, plugin, tiny_recipe, tmp_path
+):
+    """As vLLM does with a LoRA adapter on the output head; a request with known scores passes."""
+    models = tiny_models(tiny_recipe())
+    other = load_model(models["teacher"])
+    with torch.no_grad():
+        other.lm_head.weight.mul_(-2)
+    other.save_pretrained(tmp_path)
+    with SpoilingServer(models["teacher"], plugin=plugin, other=tmp_path) as server:
+        if mode is not None:
+            server.spoil(mode, road=road.format("binary" if plugin else "scoring"))
+        with closing(ServerScorer(server.url, server.model)) as scorer:
+            if expected is OTHERWISE:
+                with pytest.raises(PreflightError, match=expected):
+                    check_own_scores(scorer, [5, 6, 7], 8)
+                return
+            found = check_own_scores(scorer, [5, 6, 7], 8)
+    assert [expected in one for one in found] == [True] * (expected is not None)
