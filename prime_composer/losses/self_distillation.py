@@ -19,7 +19,6 @@ verl/trainer/ppo/core_algos.py. OPSD (2026), https://arxiv.org/abs/2601.18734. S
 https://arxiv.org/abs/2601.19897 (skips the first tokens).
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +37,8 @@ from prime_composer.losses.shared.support_divergence import (
     divergence_per_token,
 )
 from prime_composer.losses.shared.trust_region import importance_ratios
+
+DIVERGENCES = {f.__name__: f for f in (generalized_jsd, reverse_kl, forward_kl)}
 
 
 class SelfDistillationLossConfig(SupportLossConfig):
@@ -98,7 +99,9 @@ def self_distillation_loss_fn(
         signal = torch.where(mask, difference, 0.0).detach()
         per_token = signal * torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
     else:
-        divergence, knobs = _divergence(config)
+        divergence, knobs = DIVERGENCES[config.divergence], dict[str, float]()
+        if config.divergence == "generalized_jsd":
+            knobs["beta"] = config.beta
         per_token = divergence_per_token(inputs, config, divergence, mask, **knobs)
         with torch.no_grad():
             reverse = config.divergence != "forward_kl"
@@ -124,11 +127,3 @@ def self_distillation_loss_fn(
             "signal_top1pct": top_share(signal, mask),
         }
     return LossOutputs(loss=loss, metrics=metrics)
-
-
-def _divergence(
-    config: SelfDistillationLossConfig,
-) -> tuple[Callable[..., Tensor], dict[str, float]]:
-    if config.divergence == "generalized_jsd":
-        return generalized_jsd, {"beta": config.beta}
-    return (reverse_kl if config.divergence == "reverse_kl" else forward_kl), {}

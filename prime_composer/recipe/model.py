@@ -26,7 +26,7 @@ class ModelConfig(Table):
             for name in ("model", "prepare", "policy", "base")
             if getattr(self, name, None) not in (None, False)
         ]
-        if not origins and self.needs_no_model:
+        if not origins and getattr(self, "tape_only", False):
             return self
         if len(origins) != 1:
             choices = (
@@ -40,11 +40,6 @@ class ModelConfig(Table):
                 + ("; a hinted base is policy.update = 'base'" * (origins == ["policy", "base"]))
             )
         return self
-
-    @property
-    def needs_no_model(self) -> bool:
-        """Whether the table may leave the model's origin out."""
-        return False
 
 
 LARGEST_RANK = 512  # Of an adapter. vLLM loads none of a larger rank.

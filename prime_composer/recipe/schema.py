@@ -224,11 +224,6 @@ class Recipe(Table):
         return None if self.teacher is None else self.teacher.policy
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether something scores the student's tokens."""
-        return self.teacher is not None or bool(self.teachers)
-
-    @property
     def side_by_side(self) -> int:
         """How many sequences a run samples side by side: those of a step, and of an evaluation
         ``EVALUATED_AT_ONCE``.
@@ -262,7 +257,7 @@ class Recipe(Table):
     def provided_inputs(self) -> set[str]:
         """The inputs that the one-machine engine gives a loss under this recipe."""
         provided = {"token_ids", "segment_ids", "balance", "stops"}
-        if self.has_teacher:
+        if self.teacher_tables:
             provided |= {"ref_logprobs", "support", "hidden_states"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}

@@ -238,11 +238,6 @@ class TeacherConfig(Served, ModelConfig):
         return self
 
     @property
-    def needs_no_model(self) -> bool:
-        """Whether the table may leave the model's origin out."""
-        return self.tape_only
-
-    @property
     def own_backend(self) -> str | None:
         """The backend that the table says; None where it is the rollout's."""
         return "transformers" if self.base else self.backend

@@ -57,17 +57,17 @@ class UntilConfig(Table):
     plateau: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=ALL_STEPS)
     """Evaluations in a row that are not better than the best one before them."""
 
-    @property
-    def less_is_better(self) -> bool:
-        """Whether a lower value of the metric is a better one."""
-        return self.metric.split("/")[1:2] in (["reverse_kl"], ["forward_kl"], ["truncated"])
-
     def best(self, evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
         """Return the step of the best value where that is ``plateau`` evaluations old, else None.
 
         Of equal values the first is the best. NaN is no value.
         """
-        sign = -1.0 if self.less_is_better else 1.0
+        less_is_better = self.metric.split("/")[1:2] in (
+            ["reverse_kl"],
+            ["forward_kl"],
+            ["truncated"],
+        )
+        sign = -1.0 if less_is_better else 1.0
         values = [
             (step, sign * evaluations[step][self.metric])
             for step in sorted(evaluations)

@@ -240,10 +240,11 @@ def prepare_model(
                 unpruned = prepare_model(
                     _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
                 )
-            details = _write_model(
-                config, problems, unfinished, progress or _silent, unpruned, rebuild
-            )
-            _describe(config, unfinished, details)
+            progress = progress or (lambda done, steps, loss: None)
+            details = _write_model(config, problems, unfinished, progress, unpruned, rebuild)
+            described = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
+            text = json.dumps(described, indent=2) + "\n"
+            (unfinished / DESCRIPTION).write_text(text, encoding="utf-8")
             replaced = models / f"{key}.replaced"
             shutil.rmtree(replaced, ignore_errors=True)
             if path.is_dir():
@@ -278,11 +279,6 @@ def _write_model(
     return {"data": data, "loss": loss, "unpruned": weights_digest(unpruned)}
 
 
-def _describe(config: AnyPrepare, folder: Path, details: dict[str, Any]) -> None:
-    description = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-
-
 def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
     """Return the cache key of a damaged model whose source is on the hub: its config is fetched."""
     assert isinstance(config, DamagedConfig)
@@ -305,10 +301,6 @@ def _libraries() -> Iterator[None]:
         raise ValueError(
             f"preparing a model on the spot needs {error.name}: {pip_install('local')}"
         ) from error
-
-
-def _silent(done: int, steps: int, loss: float) -> None:
-    pass
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from prime_composer.extras import requirement
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
-from prime_composer.recipe.schema import ModelConfig, RecipeError
+from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches
 from prime_composer.upstream.export.exporter import Export, export_recipe
@@ -27,10 +27,7 @@ from prime_composer.upstream.versions.config_fields import (
     probe_version,
 )
 from prime_composer.upstream.versions.doctor import require_road
-from prime_composer.upstream.versions.records import (
-    NEWEST_RUN,
-    UnknownSurface,
-)
+from prime_composer.upstream.versions.records import NEWEST_RUN, UnknownSurface
 from prime_composer.upstream.versions.toml_shapes import output_dir_and_name, resume_table
 
 NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
@@ -132,7 +129,9 @@ def launch(
         raw.setdefault("output_dir", f"outputs/{path.stem}")
         recipe = parse_recipe(raw, str(path))
         if not installed:
-            models = placeholders(recipe.model_tables) | dict(models or {})
+            unbuilt = (name for name, model in recipe.model_tables.items() if model.prepare)
+            places = {name: f"<built by prime-composer prepare: {name}>" for name in unbuilt}
+            models = places | dict(models or {})
         fields = importable_fields() if installed else None
         switch, export = "1", export_recipe(recipe, version, models, problems, fields)
         export.warn()
@@ -163,15 +162,6 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
         return 1
     print("prime-rl's own dry run accepts the file")
     return 0
-
-
-def placeholders(models: Mapping[str, ModelConfig]) -> dict[str, Any]:
-    """Return a word in the place of each model that is built first, by table."""
-    return {
-        table: f"<built by prime-composer prepare: {table}>"
-        for table, model in models.items()
-        if model.prepare is not None
-    }
 
 
 def tables_of(config: str | os.PathLike[str], overrides: Sequence[str]) -> dict[str, Any]:

@@ -77,14 +77,14 @@ def inputs(run: LaunchedRun) -> Iterator[str]:
 
 def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:
     """rl tokens have a loss of their own, and one of both kinds is called on rl tokens."""
-    beside = run.settings.rewards == "beside"
+    beside, compares = run.settings.rewards == "beside", run.loss.compares_with_teacher
     if run.names_loss and beside and run.config is not None:
         yield (
             f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, '
             "and this run names ours there. For one loss of rewards and a teacher use compose, or "
             "rl_mix of any loss."
         )
-    if not run.names_loss and (run.settings.rewards == "in_loss" or not _compares(run)):
+    if not run.names_loss and (run.settings.rewards == "in_loss" or not compares):
         yield (
             f"{SWITCH} names {run.loss.type!r}, a loss of rl tokens. Those are set in "
             '[trainer.loss]: write type = "custom", import_path = '
@@ -96,7 +96,7 @@ def rewards(run: LaunchedRun) -> Iterator[str]:
     """What rewards do follows from the loss, but for a second loss beside it."""
     reads_both, given = run.loss.reads_rewards_and_teacher, run.settings.rewards
     if (given == "in_loss" and not reads_both) or (
-        given == "beside" and (reads_both or not _compares(run))
+        given == "beside" and (reads_both or not run.loss.compares_with_teacher)
     ):
         reads = "rewards and a teacher" if given == "in_loss" else "a teacher and no rewards"
         yield (
@@ -200,7 +200,7 @@ def sampling_replay(run: LaunchedRun) -> Iterator[str]:
         for below in ("sampling", "sampling.extra_body") if run.replays else ("sampling",):
             cuts = [key for key, off in UNCUT.items() if at(table, f"{below}.{key}") not in off]
             active += [f"{path}.{below}.{key}" for key in cuts]
-    if _compares(run) and any(active):
+    if run.loss.compares_with_teacher and any(active):
         yield (
             f"{run.label} compares log-probs over the whole vocabulary, and this prime-rl's "
             "trainer renormalizes its own over the ids that sampling kept: leave out "
@@ -228,10 +228,6 @@ def job_script(run: LaunchedRun) -> Iterator[str]:
             "and the job would train prime-rl's own loss. Let it be installed again: "
             f'pre_run_command = "{where}uv pip install {requirement()}"'
         )
-
-
-def _compares(run: LaunchedRun) -> bool:
-    return run.loss.compares_with_teacher
 
 
 Rule = Callable[[LaunchedRun], Iterator[str]]

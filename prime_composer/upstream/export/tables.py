@@ -9,7 +9,6 @@ from prime_composer.backends.transformers import window
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
-from prime_composer.recipe.model import LoraConfig
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.tables import Table
 from prime_composer.upstream.environment import NAME, data_settings
@@ -180,19 +179,9 @@ def trainer(plan: ExportPlan) -> dict[str, Any]:
         off = {"ac": "None", "ac_offloading": "None"}
         table["model"] = {"ac": {"mode": "full"}} if config.gradient_checkpointing else off
     if (lora := plan.recipe.student.lora) is not None:
-        table.setdefault("model", {})["lora"] = lora_table(lora)
-    return table
-
-
-def lora_table(lora: LoraConfig) -> dict[str, Any]:
-    """Return [trainer.model.lora].
-
-    Of all linear layers prime-rl's own list is written by nobody: it has the usual names of a dense
-    model's, and experts.
-    """
-    table: dict[str, Any] = {"rank": lora.rank, "alpha": float(lora.alpha)}
-    if lora.targets != "all-linear":
-        table["target_modules"] = list(lora.targets)
+        put(table, "model.lora", {"rank": lora.rank, "alpha": float(lora.alpha)})
+        if lora.targets != "all-linear":  # prime-rl's own list: a dense model's names, and experts
+            put(table, "model.lora.target_modules", list(lora.targets))
     return table
 
 

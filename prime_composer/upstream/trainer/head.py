@@ -6,7 +6,6 @@ the hidden states are kept, and the loss multiplies them with the head's weight.
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,48 +51,35 @@ def _beside(original: Any, fused: bool) -> Any:
         if batch.support is None:
             out = run()
         else:
-            out = with_support(self, run, state, batch, hidden_states, labels, temperature)
+            state.warn_of_temperature()
+            vocab_size, softcap = self.weight.shape[0], getattr(self, "softcap", None)
+            batch.check_support(vocab_size)
+            # The fused head divides by the temperature that it is given, which FSDP has rounded to
+            # the model's dtype. A plain head returns logits, and the trainer divides them by the
+            # batch's own float32 temperatures.
+            by_head = temperature[0] if fused else None
+            rows = _rows(state, batch, hidden_states, labels[0], by_head, vocab_size)
+            if rows is None:
+                out = run()
+                size = hidden_states.shape[1], batch.k + len(batch.stop_ids)
+                local = hidden_states.new_zeros(size, dtype=torch.float32)
+            else:
+                weight, token = folded(self.weight, rows)
+                # An instance attribute hides the parameter of the same name for this one call.
+                self.__dict__["weight"] = weight
+                try:
+                    out = run()
+                finally:
+                    del self.__dict__["weight"]
+                local = support_logits(hidden_states[0], token, weight, rows, softcap)
+            out[KEY] = local
+            batch.student = _whole(state, batch, local)
         if batch.reads_hidden_states:
             state.warn_of_temperature()
             out[STATES] = _gathered(state, batch, hidden_states[0])
             # Without the rollouts' temperature: the loss has one of its own, for both sides.
             states = out[STATES].to(self.weight.dtype)
             batch.head = Logits(states, self.weight, softcap=getattr(self, "softcap", None))
-        return out
-
-    def with_support(
-        self: Any,
-        run: Callable[[], Any],
-        state: TrainerAdapter,
-        batch: PackedMicroBatch,
-        hidden_states: Tensor,
-        labels: Tensor,
-        temperature: Tensor,
-    ) -> Any:
-        state.warn_of_temperature()
-        vocab_size = self.weight.shape[0]
-        batch.check_support(vocab_size)
-        # The fused head divides by the temperature that it is given, which FSDP has rounded to the
-        # model's dtype. A plain head returns logits, and the trainer divides them by the batch's
-        # own float32 temperatures.
-        given = temperature[0] if fused else None
-        rows = _rows(state, batch, hidden_states, labels[0], given, vocab_size)
-        if rows is None:
-            out = run()
-            size = hidden_states.shape[1], batch.k + len(batch.stop_ids)
-            local = hidden_states.new_zeros(size, dtype=torch.float32)
-        else:
-            weight, token = folded(self.weight, rows)
-            # An instance attribute hides the parameter of the same name for this one call.
-            self.__dict__["weight"] = weight
-            try:
-                out = run()
-            finally:
-                del self.__dict__["weight"]
-            softcap = getattr(self, "softcap", None)
-            local = support_logits(hidden_states[0], token, weight, rows, softcap)
-        out[KEY] = local
-        batch.student = _whole(state, batch, local)
         return out
 
     return forward
