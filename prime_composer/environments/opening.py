@@ -80,7 +80,9 @@ def open_environment(
         import verifiers.v1 as vf
 
         from prime_composer.environments.chat_harness import first_messages
-    _quiet_logs()
+    for library in ("verifiers", "renderers", "aiohttp", "httpx", "mcp"):
+        # Off the screen: failures are counted and named here.
+        logging.getLogger(library).addHandler(logging.NullHandler())
     needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER
     with as_recipe_error(f"{where} cannot be opened"):
         env = vf.load_environment(_env_config(vf, config, where))
@@ -202,8 +204,7 @@ def _check_servers(env: Any, where: str) -> bool:
         *type(taskset).task_type().toolsets(taskset.config.task),
     ]
     for server in servers:
-        remote = server.config.url is not None or server.config.runtime.type != "subprocess"
-        if remote:
+        if server.config.url is not None or server.config.runtime.type != "subprocess":
             raise RecipeError(
                 f"{where}: its tools {server.server_name!r} are not on this machine "
                 f"({server.config.url or server.config.runtime.type}); run the recipe with "
@@ -222,12 +223,6 @@ def _transcript(first: list[Any], task: Any, where: str) -> str:
         )
     with as_recipe_error(f"{where}: its `solution` fails"):
         return json.dumps([*first, *solution()])
-
-
-def _quiet_logs() -> None:
-    """Keep the libraries' log lines off the screen: failures are counted and named here."""
-    for library in ("verifiers", "renderers", "aiohttp", "httpx", "mcp"):
-        logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def error_line(error: BaseException) -> str:

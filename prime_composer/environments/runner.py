@@ -112,16 +112,6 @@ class Environments:
             playing.cancel()
             raise
         outcomes = playing.result()
-        self._name_failures(tasks, outcomes)
-        return outcomes
-
-    def close(self) -> None:
-        """Stop endpoint and tool servers. Closing twice is harmless."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        with contextlib.suppress(Exception):
-            self._serving.result(timeout=CLOSING_SECONDS)
-
-    def _name_failures(self, tasks: Sequence[Task], outcomes: Sequence[Episode | Failure]) -> None:
         failures = [
             f"[environments.{task.environment}] task {task.index}: {outcome.reason}"
             for task, outcome in zip(tasks, outcomes, strict=True)
@@ -132,6 +122,13 @@ class Environments:
                 f"warning: {len(failures)} of {len(tasks)} rollouts failed and are left out; the "
                 f"first: {failures[0]}"
             )
+        return outcomes
+
+    def close(self) -> None:
+        """Stop endpoint and tool servers. Closing twice is harmless."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(Exception):
+            self._serving.result(timeout=CLOSING_SECONDS)
 
     def _next_round(self, full: "queue.SimpleQueue[Any]", patience: float) -> Any:
         end = time.monotonic() + patience

@@ -8,80 +8,56 @@ A new loss registers itself, and has its file imported below. A loss outside the
 neither: name it as ``type = "my_package.my_module:my_loss"``.
 """
 
-from prime_composer.losses.bound import Objective, setup_loss_fn
+# isort: off
+from prime_composer.losses.bound import Objective as Objective, setup_loss_fn as setup_loss_fn
 from prime_composer.losses.config import (
-    AnyLoss,
-    LossConfig,
-    LossState,
-    SupportLossConfig,
-    SupportRequest,
-    loss_type,
-    parse_loss,
+    AnyLoss as AnyLoss,
+    LossConfig as LossConfig,
+    LossState as LossState,
+    SupportLossConfig as SupportLossConfig,
+    SupportRequest as SupportRequest,
+    loss_type as loss_type,
+    parse_loss as parse_loss,
 )
-from prime_composer.losses.needs import require_inputs
-from prime_composer.losses.registry import LOSS_FNS, LOSS_TYPES, register
+from prime_composer.losses.needs import require_inputs as require_inputs
+from prime_composer.losses.registry import (
+    LOSS_FNS as LOSS_FNS,
+    LOSS_TYPES as LOSS_TYPES,
+    register as register,
+)
 
 # Each import registers losses, and this is the order of the table.
-# isort: off
 from prime_composer.losses.divergence_losses import (
-    AdaptiveKLLossConfig,
-    AlphaBetaLossConfig,
-    AMiDLossConfig,
-    GeneralizedJSDLossConfig,
-    SkewedKLLossConfig,
-    ToDiLossConfig,
-    TopKForwardKLLossConfig,
-    TopKReverseKLLossConfig,
-    TotalVariationLossConfig,
+    AdaptiveKLLossConfig as AdaptiveKLLossConfig,
+    AlphaBetaLossConfig as AlphaBetaLossConfig,
+    AMiDLossConfig as AMiDLossConfig,
+    GeneralizedJSDLossConfig as GeneralizedJSDLossConfig,
+    SkewedKLLossConfig as SkewedKLLossConfig,
+    ToDiLossConfig as ToDiLossConfig,
+    TopKForwardKLLossConfig as TopKForwardKLLossConfig,
+    TopKReverseKLLossConfig as TopKReverseKLLossConfig,
+    TotalVariationLossConfig as TotalVariationLossConfig,
 )
-from prime_composer.losses.head_tail_reverse_kl import HeadTailReverseKLLossConfig
-from prime_composer.losses.taid import TAIDLossConfig
-from prime_composer.losses.entropy_aware_opd import EntropyAwareOPDLossConfig
-from prime_composer.losses.self_distillation import SelfDistillationLossConfig
+from prime_composer.losses.head_tail_reverse_kl import (
+    HeadTailReverseKLLossConfig as HeadTailReverseKLLossConfig,
+)
+from prime_composer.losses.taid import TAIDLossConfig as TAIDLossConfig
+from prime_composer.losses.entropy_aware_opd import (
+    EntropyAwareOPDLossConfig as EntropyAwareOPDLossConfig,
+)
+from prime_composer.losses.self_distillation import (
+    SelfDistillationLossConfig as SelfDistillationLossConfig,
+)
 from prime_composer.losses.policy_gradients import (
-    DefaultLossConfig,
-    IcePopLossConfig,
-    IPOLossConfig,
-    SampledReverseKLLossConfig,
+    DefaultLossConfig as DefaultLossConfig,
+    IcePopLossConfig as IcePopLossConfig,
+    IPOLossConfig as IPOLossConfig,
+    SampledReverseKLLossConfig as SampledReverseKLLossConfig,
 )
-from prime_composer.losses.sft import SFTLossConfig
-from prime_composer.losses.preferences import DPOLossConfig, SimPOLossConfig
-from prime_composer.losses.compose import ComposeLossConfig
+from prime_composer.losses.sft import SFTLossConfig as SFTLossConfig
+from prime_composer.losses.preferences import (
+    DPOLossConfig as DPOLossConfig,
+    SimPOLossConfig as SimPOLossConfig,
+)
+from prime_composer.losses.compose import ComposeLossConfig as ComposeLossConfig
 # isort: on
-
-__all__ = [
-    "LOSS_FNS",
-    "LOSS_TYPES",
-    "AMiDLossConfig",
-    "AdaptiveKLLossConfig",
-    "AlphaBetaLossConfig",
-    "AnyLoss",
-    "ComposeLossConfig",
-    "DPOLossConfig",
-    "DefaultLossConfig",
-    "EntropyAwareOPDLossConfig",
-    "GeneralizedJSDLossConfig",
-    "HeadTailReverseKLLossConfig",
-    "IPOLossConfig",
-    "IcePopLossConfig",
-    "LossConfig",
-    "LossState",
-    "Objective",
-    "SFTLossConfig",
-    "SampledReverseKLLossConfig",
-    "SelfDistillationLossConfig",
-    "SimPOLossConfig",
-    "SkewedKLLossConfig",
-    "SupportLossConfig",
-    "SupportRequest",
-    "TAIDLossConfig",
-    "ToDiLossConfig",
-    "TopKForwardKLLossConfig",
-    "TotalVariationLossConfig",
-    "TopKReverseKLLossConfig",
-    "loss_type",
-    "parse_loss",
-    "register",
-    "require_inputs",
-    "setup_loss_fn",
-]

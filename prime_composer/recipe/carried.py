@@ -52,38 +52,31 @@ DATA: Mapping[str, dict[str, Any]] = {
 prime-rl."""
 
 
-def kind_of_table(name: str, table: type[BaseModel]) -> str:
-    """Return what the marks of a table of tables are named after: "teacher" for [teachers.NAME]."""
-    return "data" if table is DataConfig else name.removesuffix("s")
-
-
 class SetKey(NamedTuple):
     """A key that a recipe sets."""
 
     key: str  # as the recipe writes it, for example "teachers.math.url"
-    kind: str  # as ``marks`` names it, for example "teacher.url"
     value: Any  # its value
     mark: Mark  # what an export does with it
 
 
-def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey]:
+def keys_set(table: BaseModel, key: str = "") -> Iterator[SetKey]:
     """Yield every key that a recipe sets, not those left at their default, with its mark."""
     for name in type(table).model_fields:
         if name not in table.model_fields_set:
             continue
         value, mark = getattr(table, name), mark_of(type(table), name)
         if mark is not None:
-            yield SetKey(f"{key}{name}", f"{kind}{name}", value, mark)
+            yield SetKey(f"{key}{name}", value, mark)
         elif isinstance(value, BaseModel):
-            yield from keys_set(value, f"{key}{name}.", f"{kind}{name}.")
+            yield from keys_set(value, f"{key}{name}.")
         elif isinstance(value, Mapping):
             for child_name, child in value.items():
-                kind_of_child = f"{kind_of_table(name, type(child))}."
-                yield from keys_set(child, f"{key}{name}.{child_name}.", kind_of_child)
+                yield from keys_set(child, f"{key}{name}.{child_name}.")
 
 
 def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
-    """Return the mark of every key that a recipe may set, for example of "teacher.url"."""
+    """Return the mark of every key that a recipe may set, also "teacher.url" of [teachers.NAME]."""
     found: dict[str, Mark] = {}
     for name, field in table.model_fields.items():
         mark = mark_of(table, name)
@@ -92,8 +85,8 @@ def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
             continue
         of_tables = get_origin(field.annotation) is dict
         for child in models_in(field.annotation):
-            child_kind = kind_of_table(name, child) if of_tables else f"{kind}{name}"
-            found |= marks(child, f"{child_kind}.")
+            of_one = "data" if child is DataConfig else name.removesuffix("s")
+            found |= marks(child, f"{of_one if of_tables else kind + name}.")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -91,7 +91,9 @@ def check_teacher(
             "The teacher's tokenizer is not known, so its token ids were not compared with the "
             "student's."
         )
-    ask(scorer, size, by_student, config.reads_hidden_states)
+    question = Rollout.not_sampled(torch.tensor([0, 1]), 1, "length")
+    candidates = [torch.arange(size).unsqueeze(0)] if by_student and size != "full" else None
+    scorer.score([question], size, candidate_ids=candidates, hidden=config.reads_hidden_states)
     return warnings
 
 
@@ -134,16 +136,3 @@ def read_prompts(
         return prompt_of_messages(messages, plain if is_text and not chats else asks, own)
 
     return prompt
-
-
-def ask(scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool) -> None:
-    """Ask a teacher for the scores of two tokens."""
-    question = Rollout(
-        token_ids=torch.tensor([0, 1]),
-        loss_mask=torch.tensor([False, True]),
-        inference_logprobs=torch.full((2,), torch.nan),
-        finish_reason="length",
-        prompt_index=0,
-    )
-    candidates = [torch.arange(size).unsqueeze(0)] if by_student and size != "full" else None
-    scorer.score([question], size, candidate_ids=candidates, hidden=hidden)

@@ -226,7 +226,9 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         """
         student: Any = self.model
         if student.training:
-            logs |= _means(self._logged)
+            for name in dict.fromkeys(name for row in self._logged for name in row):
+                values = [row[name] for row in self._logged if name in row]
+                logs[name] = math.fsum(values) / len(values)
             self._logged.clear()
         else:
             logs |= {f"eval_{name}": value for name, value in self._take_averages().items()}
@@ -282,9 +284,3 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    values = {name: [row[name] for row in rows if name in row] for name in names}
-    return {name: math.fsum(own) / len(own) for name, own in values.items()}
