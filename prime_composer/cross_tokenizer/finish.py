@@ -276,16 +276,14 @@ class Positions:
         for e in np.flatnonzero((aligned & (first == own)) | (skip < 0)).tolist():
             found[e] = self._along_path(int(at[e]), int(tokens[e]), fixed=fixed)
         inside = np.flatnonzero(skip > 0)
-        ids = [self._within(int(at[e]), int(tokens[e])) for e in inside.tolist()]
+        # The teacher's tokens that end inside a student token, from the row's begin on.
+        rests = [self.positions[e].rest for e in at[inside].tolist()]
+        ids = list(map(self.pair.within, rests, tokens[inside].tolist()))
         counts = [len(each) for each in ids]
         entry, id_ = np.repeat(inside, counts), np.array([*chain(*ids)], dtype=np.int64)
         use = fixed | (id_ != own[entry])
         mass = self.rows.at(row[entry[use]], id_[use])
         return found + added(entry[use], mass, len(entries))
-
-    def _within(self, at: int, token: int) -> tuple[int, ...]:
-        """Return the teacher's tokens that end inside a student token, from the row's begin on."""
-        return self.pair.within(self.positions[at].rest, token)
 
     def _along_path(self, at: int, token: int, *, fixed: bool) -> float:
         """Return the mass of the teacher's path to a student token that leaves the text's own."""

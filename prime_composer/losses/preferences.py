@@ -13,7 +13,6 @@ make that the mean over pairs. A pair's weight is the mean weight of its tokens.
 Stale rollouts: p is the current student's, without an importance ratio. Pairs are of any policy.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -57,7 +56,7 @@ def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
     mask = inputs.loss_mask
     policy = torch.where(mask, upcast(inputs.own_logprobs), 0.0)
     reference = torch.where(mask, upcast(given(inputs.ref_logprobs)).detach(), 0.0)
-    pairs = pairs_of(inputs, policy.dtype)
+    pairs = Pairs(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy - reference)
     margin = config.beta * (chosen - rejected)
     return logistic_loss(pairs, margin, margin > 0)
@@ -89,45 +88,37 @@ class SimPOLossConfig(LossConfig):
 def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
     """Return the sum over pairs of -w log sigmoid(beta difference - gamma)."""
     policy = torch.where(inputs.loss_mask, upcast(inputs.own_logprobs), 0.0)
-    pairs = pairs_of(inputs, policy.dtype)
+    pairs = Pairs(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy) / pairs.lengths.clamp(min=1)
     margin = config.beta * (chosen - rejected) - config.gamma
     return logistic_loss(pairs, margin, margin > -config.gamma)
 
 
-@dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of a pack, in order. The arrays are as long as the pack, and most rows are empty."""
+    """Pairs of a pack, in order. The arrays are as long as the pack, and most rows are empty.
 
-    # True where both responses have a token of the mask, [seq]. Any other pair trains nothing.
-    complete: Bool[Tensor, " seq"]
-    weights: Float[Tensor, " seq"]  # mean ``loss_weights`` of the pair's tokens, [seq]
-    lengths: Float[Tensor, "2 seq"]  # tokens of the mask, chosen then rejected, [2, seq]
-    _row: Tensor
-    _side: Tensor
+    ``complete`` is True where both responses have a token of the mask, [seq]; any other pair trains
+    nothing. ``weights`` are the mean ``loss_weights`` of the pair's tokens, [seq], and ``lengths``
+    the tokens of the mask, chosen then rejected, [2, seq]. Rows are counted, not read, so that the
+    host waits for nothing.
+    """
+
+    def __init__(self, inputs: LossInputs, dtype: torch.dtype):
+        mask, segments = inputs.loss_mask, given(inputs.segment_ids)
+        self._row = segment_starts(segments // 2).long().cumsum(0) - 1
+        self._side = segments % 2
+        own = inputs.loss_weights
+        weights = torch.ones_like(mask, dtype=dtype) if own is None else own.to(dtype)
+        self.lengths = self.sums(mask.to(dtype))
+        total = self.sums(torch.where(mask, weights, 0.0)).sum(0)
+        self.complete: Bool[Tensor, " seq"] = (self.lengths > 0).all(0)
+        self.weights: Float[Tensor, " seq"] = total / self.lengths.sum(0).clamp(min=1)
 
     def sums(self, values: Float[Tensor, " seq"]) -> Float[Tensor, "2 seq"]:
         """Return the sums over each response, chosen then rejected, of values that are masked."""
-        return _sums(values, self._row, self._side)
-
-
-def pairs_of(inputs: LossInputs, dtype: torch.dtype) -> Pairs:
-    """Return the pairs of a pack, without a host synchronization: rows are counted, not read."""
-    mask, segments = inputs.loss_mask, given(inputs.segment_ids)
-    row = segment_starts(segments // 2).long().cumsum(0) - 1
-    side = segments % 2
-    given_weights = inputs.loss_weights
-    weights = torch.ones_like(mask, dtype=dtype) if given_weights is None else given_weights
-    weights = weights.to(dtype)
-    lengths = _sums(mask.to(dtype), row, side)
-    total = _sums(torch.where(mask, weights, 0.0), row, side).sum(0)
-    return Pairs(
-        complete=(lengths > 0).all(0),
-        weights=total / lengths.sum(0).clamp(min=1),
-        lengths=lengths,
-        _row=row,
-        _side=side,
-    )
+        sides = (torch.where(self._side == side, values, 0.0) for side in (0, 1))
+        zeros = torch.zeros_like(values)
+        return torch.stack([zeros.index_add(0, self._row, own) for own in sides])
 
 
 def logistic_loss(
@@ -144,12 +135,3 @@ def logistic_loss(
             "pairs": Count(pairs.complete.sum().to(margin.dtype)),
         }
     return LossOutputs(loss=loss, metrics=metrics)
-
-
-def _sums(values: Tensor, row: Tensor, side: Tensor) -> Tensor:
-    return torch.stack(
-        [
-            torch.zeros_like(values).index_add(0, row, torch.where(side == s, values, 0.0))
-            for s in (0, 1)
-        ]
-    )

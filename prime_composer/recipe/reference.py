@@ -149,7 +149,10 @@ def _row(model: type[BaseModel], name: str) -> str:
     key = f"`{field.alias or name}`"
     kind = _cell(_type_name(field.annotation) + _bounds(field.metadata))
     default = _cell(_default_of(field))
-    return f"| {key} | {kind} | {default} | {_meaning_of(model, name)} |"
+    meaning, mark = field.description or "", mark_of(model, name)
+    if mark is not None and mark.export == "not carried":
+        meaning += f" Not exported: {mark.why}."
+    return f"| {key} | {kind} | {default} | {_cell(_markdown(meaning))} |"
 
 
 def _is_table(field: FieldInfo) -> bool:
@@ -159,14 +162,6 @@ def _is_table(field: FieldInfo) -> bool:
 
 def _first_line(documented: Any) -> str:
     return (documented.__doc__ or "").strip().partition("\n\n")[0]
-
-
-def _meaning_of(model: type[BaseModel], name: str) -> str:
-    text = model.model_fields[name].description or ""
-    mark = mark_of(model, name)
-    if mark is not None and mark.export == "not carried":
-        text += f" Not exported: {mark.why}."
-    return _cell(_markdown(text))
 
 
 def _default_of(field: FieldInfo) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from prime_composer.backends.answers import check_scores
@@ -231,9 +231,8 @@ def mix(
         ids, total = scores[0].token_ids, torch.stack(shares).logsumexp(dim=0)
     else:
         ids, total = _joined(token_ids, ref_logprobs, [_known_ids(s) for s in scores], shares)
-    known = None
-    if any(s.known is not None for s in scores):
-        known = total > -math.inf
+    known = total > -math.inf if any(s.known is not None for s in scores) else None
+    own_scored = [s.scored for s in scores if s.scored is not None]
     mixed = Scores(
         ref_logprobs.to(dtype),
         ids,
@@ -245,7 +244,7 @@ def mix(
         ),
         known,
         scores[0].start,
-        scored=_scored_by_all(scores),
+        scored=torch.stack(own_scored).all(dim=0) if own_scored else None,
     )
     scored = slice(None) if mixed.scored is None else mixed.scored
     check_scores(
@@ -257,12 +256,6 @@ def mix(
         trained=trained,
     )
     return mixed
-
-
-def _scored_by_all(scores: Sequence[Scores]) -> Bool[Tensor, " n"] | None:
-    """Return which tokens every teacher has a score of; None for all."""
-    own = [s.scored for s in scores if s.scored is not None]
-    return torch.stack(own).all(dim=0) if own else None
 
 
 def _known_share(scores: Scores, log_weight: float) -> Float[Tensor, "n k"]:

@@ -34,7 +34,7 @@ hide_cuda_packages()
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-LENGTH_GROUPS = 4  # Consecutive steps that share their examples out by length
+LENGTH_GROUPS = 4  # Steps that share their examples out by length: a quarter of the padding less
 
 
 def build_model(
@@ -223,7 +223,10 @@ def fine_tune(
     losses: deque[float] = deque(maxlen=20)
     model.train()
     for step in range(config.sft_steps):
-        factor = _warmup_cosine(step, warmup, config.sft_steps)
+        factor = (step + 1) / warmup
+        if step >= warmup:
+            angle = math.pi * (step - warmup) / (config.sft_steps - warmup)
+            factor = 0.5 * (1.0 + math.cos(angle))
         for optimizer, peak in optimizers:
             optimizer.param_groups[0]["lr"] = peak * factor
         token_ids, targets = _padded(_batch_of_similar_lengths(examples, config, step))
@@ -263,20 +266,10 @@ class ProductsInFloat32(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _warmup_cosine(step: int, warmup: int, steps: int) -> float:
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-
 def _batch_of_similar_lengths(
     examples: list[Example], config: PrepareConfig, step: int
 ) -> list[Example]:
-    """Return the examples of a step.
-
-    Every ``LENGTH_GROUPS`` steps share their examples out by length, which saves a quarter to a
-    third of the padding.
-    """
+    """Return the examples of a step, of those that ``LENGTH_GROUPS`` steps share."""
     group, turn = divmod(step, LENGTH_GROUPS)
     indices = prompt_batches(len(examples), LENGTH_GROUPS * config.batch_size, config.seed, group)
     indices.sort(key=lambda i: len(examples[i][0]))

@@ -203,12 +203,10 @@ class TapedScorer:
         ]
         self._store.add(records, self._is_fixed)
         # Another process may have been first. Then its numbers are those of all.
-        return {record.note.key: self._kept(record) for record in records}
-
-    def _kept(self, record: Record) -> bytes:
-        note = record.note
-        kept = self._store.get(note.key, note.k, note.hidden, exact=True)
-        return record.content if kept is None else kept
+        return {
+            note.key: self._store.get(note.key, note.k, note.hidden, exact=True) or content
+            for note, content in records
+        }
 
     def _remember(self, rollout: Rollout, k: int) -> None:
         """Keep one request with its answer, by which the teacher is known when it is opened."""
@@ -278,12 +276,7 @@ class TapedSampler:
         self._sampler, self._store, self._table = sampler, store, table
         self._is_fixed = is_fixed
         self._ends = repr(sorted(ends or ())).encode()
-        self._limits = limits if sampler is None else sampler.limits
-
-    @property
-    def limits(self) -> Limits:
-        """The teacher's sizes."""
-        return self._limits
+        self.limits = limits if sampler is None else sampler.limits
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
