@@ -133,10 +133,6 @@ class TokenizerPair:
         ids: list[int] = self.tables.path_ids[begin:end].tolist()
         return ids
 
-    def entry(self, teacher_id: int, skip: int) -> int:
-        """Return the index of a teacher token's entry from a byte on; -1: with the lead."""
-        return int(self.tables.start[teacher_id]) + skip
-
     def written(self, teacher_id: int, skip: int) -> bytes:
         content = self.teacher.of_id[teacher_id] or b""
         return self.before + content if skip < 0 else content[skip:]

@@ -267,7 +267,7 @@ def _write_model(
         if isinstance(config, DamagedConfig):
             from prime_composer.tiny_models.damage import damage_model
 
-            return damage_model(config, folder)._asdict()
+            return damage_model(config, folder)
         from prime_composer.tiny_models import training
     data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
     if unpruned is None:

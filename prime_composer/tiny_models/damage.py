@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -14,30 +14,23 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_lay
 """Keys of a config that have one entry per layer, where a model has them."""
 
 
-class Damage(NamedTuple):
-    """What was done to a model."""
+def damage_model(config: DamagedConfig, folder: Path) -> dict[str, int]:
+    """Write a damaged copy of a model, and its tokenizer, into ``folder``.
 
-    rounded: int  # weights of the linear layers that were rounded
-    weights: int  # weights of the whole model that is left
-    layers: int  # decoder layers that are left
-
-
-def damage_model(config: DamagedConfig, folder: Path) -> Damage:
-    """Write a damaged copy of a model, and its tokenizer, into ``folder``."""
+    Returns how many weights were rounded, and how many weights and decoder layers are left.
+    """
     model: Any = load_model(config.source, device="cpu")
     sizes = model.config.get_text_config()
     if config.drop_layers:
         drop_layers(model, config.drop_layers, config.source)
-    rounded = 0
-    if config.quantize is not None:
-        rounded = round_model(model, config.quantize).rounded
+    rounded = 0 if config.quantize is None else round_model(model, config.quantize)
     tokenizer = load_tokenizer(config.source)
     with without_progress_bars():
         model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     weights = sum(weight.numel() for weight in model.parameters())
-    return Damage(rounded, weights, sizes.num_hidden_layers)
+    return {"rounded": rounded, "weights": weights, "layers": sizes.num_hidden_layers}
 
 
 def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None:

@@ -64,7 +64,9 @@ class LatentWeights:
         return [latent.get(id(parameter), parameter) for parameter in model.parameters()]
 
     def share(self, model: nn.Module) -> Rounded:
-        return rounded_share(model, self.layers)
+        """Return how much of a model is rounded. A tied weight counts once."""
+        weights = sum(weight.numel() for weight in model.parameters())
+        return Rounded(size_of(self.layers), weights)
 
     def take_gradients(self) -> None:
         """Move the gradients at the rounded weights to the latent ones."""
@@ -97,20 +99,16 @@ class LatentWeights:
 
 
 @torch.no_grad()
-def round_model(model: nn.Module, config: QuantizeConfig) -> Rounded:
-    """Round the linear layers of a model in place."""
+def round_model(model: nn.Module, config: QuantizeConfig) -> int:
+    """Round the linear layers of a model in place, and return how many weights they have."""
     layers = layers_to_round(model, config)
     for layer in layers.values():
         layer.weight.copy_(round_to_nearest(layer.weight, config.bits, config.group))
-    return rounded_share(model, layers)
+    return size_of(layers)
 
 
-def rounded_share(model: nn.Module, layers: Mapping[str, nn.Linear]) -> Rounded:
-    """Return how much of a model its rounded layers are. A tied weight counts once."""
-    return Rounded(
-        sum(layer.weight.numel() for layer in layers.values()),
-        sum(weight.numel() for weight in model.parameters()),
-    )
+def size_of(layers: Mapping[str, nn.Linear]) -> int:
+    return sum(layer.weight.numel() for layer in layers.values())
 
 
 def layers_to_round(model: nn.Module, config: QuantizeConfig) -> dict[str, nn.Linear]:

@@ -77,7 +77,7 @@ def toy(
     found = np.zeros_like(tables.open)
     for token in teacher.ids:
         for skip in range(-len(pair.before), len(teacher_tokens.of_id[token] or b"")):
-            entry = pair.entry(token, skip)
+            entry = pair.tables.start[token] + skip
             found[entry] = is_open(pair.written(token, skip), int(tables.first[entry]))
     pair.tables = replace(tables, open=found, asks=found)
     return Toy(teacher, pair, pushed_forward(teacher, student, end, leads[1]))

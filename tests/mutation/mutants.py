@@ -447,10 +447,10 @@ MUTANTS: dict[str, Mutant] = {
         ("pairs.sums(policy) / pairs.lengths.clamp(min=1)", "pairs.sums(policy)"),
     ),
     "half a pair trains": mutant(
-        "losses/preferences.py", "Pairs.__init__", (".lengths > 0).all(0)", ".lengths > 0).any(0)")
+        "losses/preferences.py", "Pairs.__init__", ("_A.all(0)", "_A.any(0)")
     ),
     "pair weight summed": mutant(
-        "losses/preferences.py", "Pairs.__init__", (" / self.lengths.sum(0).clamp(min=1)", "")
+        "losses/preferences.py", "Pairs.__init__", ("total / _A", "total")
     ),
     # modifiers
     "first occurrence of the pack": mutant(

@@ -26,16 +26,13 @@ def under_slurm() -> list[str]:
     Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless.
     """
     install = f"uv pip install {requirement()}"
-    return [
-        "Under Slurm prime-rl's job script runs `uv sync`, which removes every package that "
-        "prime-rl",
-        "does not depend on, this one too. slurm.pre_run_command runs after it. Let it install "
-        "this",
-        "package again, the same way as at first:",
-        f'    pre_run_command = "{install}"',
-        "Where each node has an environment of its own:",
-        f"    srun --ntasks-per-node=1 {install}",
-    ]
+    return f"""\
+Under Slurm prime-rl's job script runs `uv sync`, which removes every package that prime-rl
+does not depend on, this one too. slurm.pre_run_command runs after it. Let it install this
+package again, the same way as at first:
+    pre_run_command = "{install}"
+Where each node has an environment of its own:
+    srun --ntasks-per-node=1 {install}""".splitlines()
 
 
 def head_comment(plan: ExportPlan, table: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:

@@ -92,9 +92,7 @@ class TrainerAdapter:
         self._teachers: TeacherConnections | None = None
         self._answers: StepAnswers | None = None
 
-    def register(
-        self, table: Mapping[str, Any], section: str = SECTION, in_file: bool = False
-    ) -> RegisteredLoss:
+    def register(self, table: Mapping[str, Any], in_file: bool = False) -> RegisteredLoss:
         """Bind a loss to the tokens that it is for.
 
         A loss that compares with a teacher gets the distillation tokens. Another one gets the rl
@@ -113,11 +111,11 @@ class TrainerAdapter:
         mixed = "teachers_mixed" in in_file_too or (
             self.settings is not None and self.settings.needs_orchestrator
         )
-        config = parse_loss_table(own_table, section)
+        config = parse_loss_table(own_table)
         if self.loss is not None and self.loss.objective.config != config:
             raise ValueError(
                 f"Two losses for one trainer: {self.loss.objective.config!r} is registered "
-                f"already, and [{section}] has {config!r}: keep one of {SWITCH} and [trainer.loss]."
+                f"already, and [{SECTION}] has {config!r}: keep one of {SWITCH} and [trainer.loss]."
             )
         of_adapter = {
             'asked_by = "trainer"': in_file_too.get("asked_by") == "trainer",
@@ -128,7 +126,7 @@ class TrainerAdapter:
         lost = [key for key, is_set in of_adapter.items() if is_set and not self.whole_run]
         if lost:
             raise ValueError(
-                f"[{section}] {lost[0]} is a setting of the adapter, and without it prime-rl would "
+                f"[{SECTION}] {lost[0]} is a setting of the adapter, and without it prime-rl would "
                 f"ask one teacher for all, in the student's tokens. {START_ADAPTER}"
             )
         registered = self.loss
@@ -140,11 +138,11 @@ class TrainerAdapter:
             registered.teachers_mixed |= mixed
             return registered
         available = contract.provides(config, self.whole_run)
-        require_inputs(config, available, "prime_rl", section=section)
+        require_inputs(config, available, "prime_rl", section=SECTION)
         if self.whole_run:
-            self.k = wire_support_size(config, section)
+            self.k = wire_support_size(config)
         registered = RegisteredLoss(
-            setup_loss_fn(config, section),
+            setup_loss_fn(config, SECTION),
             contract,
             module.LossOutputs,
             self.called,
