@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -34,13 +35,12 @@ class ServerError(ValueError):
         self.key = key
 
 
+@dataclass(eq=False)
 class RequestRefused(Exception):
     """The server answered with an error that another try does not change."""
 
-    def __init__(self, status: int, reason: str):
-        super().__init__(status, reason)
-        self.status = status
-        self.reason = reason
+    status: int
+    reason: str
 
 
 class BackendFailed(ValueError):

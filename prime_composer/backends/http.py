@@ -59,21 +59,14 @@ QUIET_SECONDS = 60.0  # The same for a server that does not answer
 NO_ANSWER = "no answer yet"
 
 
+@dataclass(eq=False)
 class Away(Exception):
     """A try failed, and another one may succeed, after the seconds that the server asks for."""
 
-    def __init__(
-        self,
-        reason: str,
-        status: int | None = None,
-        retry_after: float = 0.0,
-        details: str = "",
-    ):
-        super().__init__(reason)
-        self.reason = reason
-        self.status = status
-        self.retry_after = retry_after
-        self.details = details
+    reason: str
+    status: int | None = None
+    retry_after: float = 0.0
+    details: str = ""
 
 
 @dataclass

@@ -318,7 +318,9 @@ def grade(
     problems = [sample.problem for sample in samples]
     texts = [
         # As the data has it: a chat template may write more around an answer.
-        problem.answer if is_of_data(rollout) else tokenized.decode(rollout.completion_ids)
+        problem.answer
+        if not rollout.by_teacher and rollout.inference_logprobs.isnan().all()
+        else tokenized.decode(rollout.completion_ids)
         for rollout, problem in zip(rollouts, problems, strict=True)
     ]
     rewards = [
@@ -327,11 +329,6 @@ def grade(
     ]
     advantages = group_advantages([rollout.prompt_index for rollout in rollouts], rewards)
     return list(map(Sample, rollouts, problems, texts, rewards, advantages))
-
-
-def is_of_data(rollout: Rollout) -> bool:
-    """Return whether nobody has sampled a rollout."""
-    return not rollout.by_teacher and bool(rollout.inference_logprobs.isnan().all())
 
 
 def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:

@@ -80,18 +80,6 @@ class Engine:
         sizes = {self.vocab_size, *(scorer.limits.vocab_size for scorer in scorers)}
         return {size for size in sizes if size is not None}
 
-    @property
-    def reads_hidden_states(self) -> bool:
-        """Whether the loss compares whole vocabularies by the teachers' hidden states."""
-        return self.loss.reads_hidden_states
-
-    @property
-    def may_overflow(self) -> bool:
-        """Whether a teacher scores the head of a rollout that is too long, or drops it."""
-        teachers = () if self.teachers is None else self.teachers.routing.teachers.values()
-        rules = [self.policy_overflow, *(teacher.on_overflow for teacher in teachers)]
-        return any(rule != "error" for rule in rules)
-
     def score(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Return the samples that train, with their teacher's scores, and what was measured.
 
@@ -117,7 +105,7 @@ class Engine:
             problems,
             size,
             students_choice(self.model, rollouts, size, shared) if by_student else None,
-            self.reads_hidden_states,
+            self.loss.reads_hidden_states,
         )
         self._check_ids(scores)
         if self.reward_scale is not None:
@@ -130,7 +118,8 @@ class Engine:
         self, samples: Sequence[Sample], fitted: Sequence[Sample | None], count: int
     ) -> dict[str, float]:
         """Return the shares of ``count`` rollouts that a teacher's window has cut, or left out."""
-        if not self.may_overflow:
+        teachers = () if self.teachers is None else self.teachers.routing.teachers.values()
+        if {self.policy_overflow, *(teacher.on_overflow for teacher in teachers)} == {"error"}:
             return {}
         dropped = sum(sample is None for sample in fitted)
         same = sum(after is before for before, after in zip(samples, fitted, strict=True))
@@ -196,7 +185,7 @@ class Engine:
             [prompt for _, prompt in kept],
             size,
             chosen_by_student=by_student,
-            hidden=self.reads_hidden_states,
+            hidden=self.loss.reads_hidden_states,
         )
         pairs = zip(kept, scores, strict=True)
         return [replace(sample, scores=own) for (sample, _), own in pairs], metrics

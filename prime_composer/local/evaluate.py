@@ -359,7 +359,9 @@ class Evaluator:
         places, samples = [place for place, _ in scored], [sample for _, sample in scored]
         several = any(len(teachers.routing.of(sample.problem)) > 1 for sample in samples)
         exact = full or not (several or engine.tokenizer_pairs)
-        k = overlap_size(engine, shared if support == "full" else support)
+        request = engine.loss.support
+        k = OVERLAP if request is None or request.k == "full" else request.k
+        k = min(k, shared if support == "full" else support)
         top = None
         if exact and not full:
             rollouts = [sample.rollout for sample in samples]
@@ -417,13 +419,6 @@ def _over_some_ids(support: Support, chosen: Int[Tensor, "n m"], k: int) -> Floa
     return torch.cat([_kls_and_entropy(p, q, "tail"), agreed], dim=-1)
 
 
-def overlap_size(engine: Engine, most: int) -> int:
-    """Return K of the measured overlap: the loss's, or ``OVERLAP``, and ``most`` at most."""
-    request = engine.loss.support
-    size = OVERLAP if request is None or request.k == "full" else request.k
-    return min(size, most)
-
-
 def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:
     """Return the K of the measured KL.
 
@@ -433,7 +428,7 @@ def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:
     size = config.kl_support
     if size != "auto":
         return size
-    if engine.reads_hidden_states:
+    if engine.loss.reads_hidden_states:
         return "full"
     if engine.teachers is not None and not engine.teachers.give_any_ids:
         return engine.loss.support_size or 20

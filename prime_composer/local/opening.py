@@ -26,7 +26,6 @@ from prime_composer.local.requirements import check_backend, in_table, local_mod
 from prime_composer.local.sources import ProblemsAndTasks
 from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
-from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.backends import backend_of
 from prime_composer.recipe.model import StudentConfig
@@ -184,7 +183,8 @@ def open_engine(
         if environments is not None:
             environments.room = conversation_room(engine.context, engine.teachers)
         if recipe.loss.reads_pairs:
-            if replay_needs_reference(recipe.loss):
+            channels = recipe.loss.channels
+            if any(one.on_pairs and "ref_logprobs" in one.loss.needs for one in channels):
                 engine.reference = _frozen_start(engine, recipe.student, origin)
             if (path := recipe.replay.path) is not None:
                 engine.pairs = read_pairs(path, problems.sources, tokenizer, tokenized.ends)
@@ -453,8 +453,3 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
 def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> str | Path:
     """Return a model's directory or hub id. ``paths`` has the prepared ones, by table."""
     return paths[table] if config.model is None else config.model
-
-
-def replay_needs_reference(loss: LossConfig) -> bool:
-    """Return whether the loss of the replay channel compares with a frozen policy."""
-    return any(part.on_pairs and "ref_logprobs" in part.loss.needs for part in loss.channels)

@@ -291,7 +291,7 @@ class Checks:
         live = given(engine.teachers).watched.get(teacher)
         if live is None:
             return CheckResult(name, "skipped", "its tape alone answers")
-        problems, hidden = self._scored_by(teacher), engine.reads_hidden_states
+        problems, hidden = self._scored_by(teacher), engine.loss.reads_hidden_states
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming_teacher(teacher, among=self._scorers):
             if isinstance(scorer, OwnTokenizerScorer):

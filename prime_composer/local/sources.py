@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import ProblemSet, Rows, load_problem_set
+from prime_composer.problems.loading import ProblemSet, Rows, in_turn, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_configs
@@ -22,15 +20,6 @@ class ProblemsAndTasks(ProblemSet):
 
     by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)  # their tables
     environments: "Mapping[str, LoadedEnvironment]" = field(default_factory=dict)  # by id, open
-
-    @property
-    def worked(self) -> list[Problem]:
-        """The problems to train on that have answers, and the tasks with transcripts."""
-        return [
-            problem
-            for problem in self.practice
-            if (problem.transcript if isinstance(problem, Task) else problem.answer)
-        ]
 
     @property
     def names(self) -> list[str]:
@@ -79,15 +68,9 @@ def open_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
         tasks: list[Problem] = list(environments[name].problems)
         practice += tasks if config.trains else []
         held_out[name] = tasks if config.evaluates else []
-    in_turn = [
-        problem
-        for turn in zip_longest(*held_out.values())
-        for problem in turn
-        if problem is not None
-    ]
     return ProblemsAndTasks(
         practice,
-        in_turn,
+        in_turn(held_out.values()),
         problems.sources,
         problems.left_out,
         by_id=recipe.environments_by_id,

@@ -90,14 +90,15 @@ def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None
             left_out[name] = dropped
         practice += [replace(problem, environment=name) for problem in train]
         held_out_by_environment.append([replace(problem, environment=name) for problem in test])
-    held_out = [
-        problem
-        for turn in zip_longest(*held_out_by_environment)
-        for problem in turn
-        if problem is not None
-    ]
+    held_out = in_turn(held_out_by_environment)
     _refuse_overlap_of_environments(practice, held_out, sources)
     return ProblemSet(practice, held_out, sources, left_out)
+
+
+def in_turn(by_environment: Iterable[Sequence[Problem]]) -> list[Problem]:
+    """Return the problems of all environments, one of each in turn."""
+    turns = zip_longest(*by_environment)
+    return [problem for turn in turns for problem in turn if problem is not None]
 
 
 def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:

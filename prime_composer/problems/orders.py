@@ -57,13 +57,10 @@ def _call(tool: str, arguments: ChatMessage, result: str) -> list[ChatMessage]:
     ]
 
 
-def _prices() -> dict[tuple[str, str], int]:
-    """Return the price of one piece by item and shop, from 2 to 9. It is always the same table."""
-    draw = random.Random("prices of orders")
-    return {(item, shop): draw.choice(PIECES) for item in ITEMS for shop in PLACES}
+_draw = random.Random("prices of orders")
 
-
-PRICES = _prices()
+PRICES = {(item, shop): _draw.choice(PIECES) for item in ITEMS for shop in PLACES}
+"""Price of one piece by item and shop, from 2 to 9. It is always the same table."""
 
 
 def price(item: str, shop: str) -> str:

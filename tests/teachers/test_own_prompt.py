@@ -89,7 +89,7 @@ def test_scores_are_those_under_the_teachers_prompt(
             [problem] * 2,
             support,
             chosen if by_student else None,
-            engine.reads_hidden_states,
+            engine.loss.reads_hidden_states,
         )
     messages = [*before, {"role": "user", "content": text.format(problem.question)}]
     for rollout, scores in zip(rollouts, found, strict=True):

@@ -153,7 +153,8 @@ def probe_engine(
     step = FirstStep()
     step.run(Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()))
     findings.append(step.finding("sampling", "sample"))
-    own, loss = recipe_column(engine), recipe.loss
+    loss = recipe.loss
+    own: SupportSize = "states" if loss.reads_hidden_states else loss.asked_of_teacher[0]
     teachers, advice = {}, []
     for target in targets_of(engine, step.samples, step.fitted):
         table = target.table
@@ -260,11 +261,6 @@ def tokenizer_findings(table: str, teacher: TeacherReport) -> list[CheckResult]:
     metrics = {"xtok/noncanonical": pair.noncanonical, "xtok/unscored": pair.unscored}
     warnings = tokens_of_no_use(metrics).values()
     return [CheckResult(name, "ok"), *(CheckResult(name, "warning", text) for text in warnings)]
-
-
-def recipe_column(engine: Engine) -> SupportSize:
-    """Return what a step of the recipe asks its teachers for."""
-    return "states" if engine.reads_hidden_states else engine.loss.asked_of_teacher[0]
 
 
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
