@@ -154,11 +154,8 @@ def inspect_models_in_process() -> None:
         return
     from vllm.model_executor.models import registry
 
-    def run_here(function: Any) -> Any:
-        return function()
-
     module: Any = registry
-    module._run_in_subprocess = run_here
+    module._run_in_subprocess = lambda function: function()
 
 
 def keep_process_groups() -> None:
@@ -170,11 +167,8 @@ def keep_process_groups() -> None:
     """
     from vllm.v1.engine import core
 
-    def keep(*args: Any, **kwargs: Any) -> None:
-        """Replace ``cleanup_dist_env_and_memory``."""
-
     module: Any = core
-    module.cleanup_dist_env_and_memory = keep
+    module.cleanup_dist_env_and_memory = lambda *_, **__: None
 
 
 def keep_graphs() -> None:

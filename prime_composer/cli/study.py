@@ -25,12 +25,7 @@ from prime_composer.recipe.schema import RecipeError
 Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
-def plan_study(
-    path: Path,
-    output_dir: str | None = None,
-    changes: Sequence[str] = (),
-    overwrite: bool = False,
-) -> int:
+def plan_study(path: Path, output_dir: str | None, changes: Sequence[str], overwrite: bool) -> int:
     """Check what ``run_study`` would check before a model is loaded, and print what it would do."""
     study, runs = load_study(path, output_dir, changes)
     print(introduction(study, runs))
@@ -54,11 +49,7 @@ def plan_study(
 
 
 def run_study(
-    path: Path,
-    output_dir: str | None = None,
-    jobs: int = 1,
-    changes: Sequence[str] = (),
-    overwrite: bool = False,
+    path: Path, output_dir: str | None, jobs: int, changes: Sequence[str], overwrite: bool
 ) -> int:
     """Run what is missing of a study, draw and print the comparison, and return the exit status.
 

@@ -1,15 +1,16 @@
 """What fits the context of a run's engines: prompts with completions, hints, the data's answers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.transformers import window
+from prime_composer.local.requirements import local_models
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
-from prime_composer.recipe.model import ModelConfig
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import Recipe
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.policy import PolicyTeacher
@@ -21,12 +22,10 @@ RESERVED = {"student's sampler": 0, "teacher's scorer": 1}
 
 
 def context_of(
-    rollout: RolloutConfig,
-    tokenized: TokenizedProblems,
-    models: Iterable[tuple[str, ModelConfig, str]],
-    paths: Mapping[str, Path | None],
+    recipe: Recipe, tokenized: TokenizedProblems, paths: Mapping[str, Path | None]
 ) -> int:
     """Return the context of a run's engines, also where the recipe sets none."""
+    rollout = recipe.rollout
     if rollout.max_model_len is not None:
         return rollout.max_model_len
     problem_set = tokenized.problem_set
@@ -35,7 +34,7 @@ def context_of(
     # A teacher that reads the head of a long rollout, or leaves it out, limits nobody else.
     origins = (
         paths.get(table) if config.model is None else config.model
-        for table, config, _ in models
+        for table, config, _ in local_models(recipe)
         if getattr(config, "on_overflow", "error") == "error"
     )
     return rollout.context(needed, [window(one) for one in origins if one is not None])

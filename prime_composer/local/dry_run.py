@@ -205,7 +205,7 @@ def check_sequences(
     tokenized = TokenizedProblems(problems, tokenizer)
     readers = routing.opened if recipe.asks_teacher else {}
     tokenized, lines = with_ends(tokenized, recipe.rollout.stop, folder, readers, folders)
-    context = context_of(recipe.rollout, tokenized, local_models(recipe), folders)
+    context = context_of(recipe, tokenized, folders)
     setup_loss_fn(with_token_ids(recipe.loss, tokenizer))
     if recipe.replay.path is not None:
         read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)

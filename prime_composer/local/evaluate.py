@@ -67,9 +67,8 @@ class Evaluator:
     config: EvalConfig
     max_tokens: int  # longest completion
     micro_batch_tokens: int  # padded tokens per forward of the student
-    answers: list[KeptAnswer] = field(
-        default_factory=list
-    )  # the student's, at its latest evaluation
+    # the student's, at its latest evaluation
+    answers: list[KeptAnswer] = field(default_factory=list)
     # of problems that have a single teacher
     teacher_answers: list[KeptAnswer] = field(default_factory=list)
     not_measured: set[str] = field(default_factory=set)  # what a tape that answers alone lacks

@@ -22,7 +22,7 @@ from prime_composer.backends.protocols import Limits, Rollout, Sampler, Sampling
 from prime_composer.backends.transformers import fix_frequencies, window, window_of
 from prime_composer.local.context import RESERVED, context_of
 from prime_composer.local.engine import Engine
-from prime_composer.local.requirements import check_backend, in_table, local_models
+from prime_composer.local.requirements import check_backend, in_table
 from prime_composer.local.sources import ProblemsAndTasks
 from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
 from prime_composer.local.weight_sync import TOLERANCES
@@ -141,9 +141,7 @@ def open_engine(
         tokenized, said = with_ends(tokenized, recipe.rollout.stop, origin, readers, paths)
         for line in said:
             status(line)
-        rollout = recipe.rollout.within(
-            context_of(recipe.rollout, tokenized, local_models(recipe), paths)
-        )
+        rollout = recipe.rollout.within(context_of(recipe, tokenized, paths))
         environments = None
         if isinstance(problems, ProblemsAndTasks):
             # Not a checkpoint: the library chooses a renderer by the name of the model.
