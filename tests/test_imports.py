@@ -2,7 +2,11 @@
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
+
+import tomli_w
 
 from tests.fork_server import REPO, ForkServer, new_process
 
@@ -47,6 +51,19 @@ def test_loading_a_recipe_imports_no_engine(torch_forks: ForkServer) -> None:
     recipe = REPO / "recipes" / "gsm8k_opd.toml"
     code = f"from prime_composer.recipe import load_recipe\nload_recipe({str(recipe)!r})"
     assert loaded_after(code, torch_forks.run) == set()
+
+
+def test_a_path_with_a_typo_is_refused_before_an_engine_is_imported(
+    torch_forks: ForkServer, tmp_path: Path
+) -> None:
+    raw = tomllib.loads((REPO / "recipes" / "gsm8k_opd.toml").read_text())
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(raw | {"student": {"model": "models/small/studnt"}}))
+    code = "from prime_composer.cli.commands import main\n"
+    words = ["rl", "--config", str(recipe), "--output-dir", str(tmp_path / "run")]
+    code += f"assert main({words!r}) == 2"
+    loaded = loaded_after(code, torch_forks.run)
+    assert not loaded & {"vllm", "transformers"} and [*tmp_path.iterdir()] == [recipe]
 
 
 def test_libraries_use_their_own_compiled_files() -> None:
