@@ -10,7 +10,7 @@ The mark is on the field, as its ``json_schema_extra``. Keys under ``loss``, ``p
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -73,21 +73,6 @@ def keys_set(table: BaseModel, key: str = "") -> Iterator[SetKey]:
         elif isinstance(value, Mapping):
             for child_name, child in value.items():
                 yield from keys_set(child, f"{key}{name}.{child_name}.")
-
-
-def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
-    """Return the mark of every key that a recipe may set, also "teacher.url" of [teachers.NAME]."""
-    found: dict[str, Mark] = {}
-    for name, field in table.model_fields.items():
-        mark = mark_of(table, name)
-        if mark is not None:
-            found[f"{kind}{name}"] = mark
-            continue
-        of_tables = get_origin(field.annotation) is dict
-        for child in models_in(field.annotation):
-            of_one = "data" if child is DataConfig else name.removesuffix("s")
-            found |= marks(child, f"{of_one if of_tables else kind + name}.")
-    return found
 
 
 def mark_of(table: type[BaseModel], name: str) -> Mark | None:

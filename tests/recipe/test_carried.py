@@ -1,9 +1,10 @@
 """Every key of a recipe has a mark for the export to prime-rl."""
 
 from prime_composer.problems.config import DataConfig
-from prime_composer.recipe.carried import DATA, Mark, keys_set, mark_of, marks, models_in
+from prime_composer.recipe.carried import DATA, Mark, keys_set, mark_of, models_in
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe
+from tests.recipe.marks import marks
 
 ONLY_REFUSED = {
     "rollout.other_source",

@@ -6,8 +6,8 @@ import pytest
 
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe import reference
-from prime_composer.recipe.carried import marks
 from prime_composer.recipe.schema import Recipe
+from tests.recipe.marks import marks
 
 PAGE = Path(__file__).parents[2] / "recipes" / "reference.md"
 

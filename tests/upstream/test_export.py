@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.recipe.carried import marks, models_in
+from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
@@ -28,6 +28,7 @@ from prime_composer.upstream.versions.config_fields import importable_fields, pr
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
+from tests.recipe.marks import marks
 from tests.upstream import stand_in_configs
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
