@@ -115,13 +115,15 @@ def test_support_is_the_top_k_of_the_full_vocabulary(scorer, rollouts, models, p
 
 
 def test_scores_start_at_the_first_trained_token(scorer):
-    """Tokens inside the rollout that do not train keep their row."""
+    """Tokens inside the rollout that do not train keep their row, which may have no score."""
     ids = torch.arange(5, 13)
     mask = torch.tensor([False, False, True, True, False, True, True, True])
     gappy = Rollout(ids, mask, torch.where(mask, -1.0, torch.nan), "stop", 0)
     whole = make_rollout(ids[:2].tolist(), ids[2:].tolist(), [-1.0] * 6, "stop", 0)
     a, b = scorer.score([gappy, whole], 3)
     assert gappy.start == 2 and a.token_ids.shape == (6, 3)
+    assert a.all_scored[gappy.trained].all() and b.scored is None
+    a, b = a.rows(gappy.trained), b.rows(gappy.trained)
     torch.testing.assert_close(a.ref_logprobs, b.ref_logprobs, atol=1e-5, rtol=0)
     assert torch.equal(a.token_ids, b.token_ids)
 
