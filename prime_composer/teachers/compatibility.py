@@ -143,8 +143,8 @@ def check_own_scores(scorer: Scorer, prompt: Sequence[int], max_tokens: int) -> 
     rollout = scorer.own_rollout(prompt, max_tokens)
     if rollout is None:
         return [
-            "The teacher's server does not generate, so its scores were not compared with the "
-            "log-probs of what it samples."
+            "The teacher's server does not generate with log-probs, so its scores were not "
+            "compared with those of what it samples."
         ]
     (scores,) = scorer.score([rollout], 0)
     sampled = rollout.inference_logprobs[rollout.start :]

@@ -18,7 +18,7 @@ from prime_composer.backends.alignment import (
 from prime_composer.backends.errors import RequestRefused, ServerError
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.backends.server import Server, completion_request, plain_sampling
-from prime_composer.contract import Scores, TeacherHead
+from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
 from prime_composer.recipe.backends import Served
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.client import TeacherClient, support_kind
@@ -97,13 +97,13 @@ class ServerScorer(Server):
         return self._sampler
 
     def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
-        """Return what the server samples, with its log-probs; None where it does not sample."""
+        """Return what the server samples, with its log-probs; None where it gives none."""
         # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
         with closing(self._open_sampler(seeded=False)) as sampler:
             try:
                 params = SamplingParams(max_tokens=max_tokens)
                 (rollout,) = sampler.generate([prompt], params, seed=0)
-            except ServerError:
+            except (ServerError, InvalidAnswer):
                 return None
         return rollout
 

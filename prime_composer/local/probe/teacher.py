@@ -433,7 +433,9 @@ def checkpoint_agreement(target: Target) -> Agreement:
     weights = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
         raise NotMeasured(f"the checkpoint takes {weights / 2**30:.0f} GiB in float32")
-    logprobs = [own.ref_logprobs for own in target.score(samples, 0)]
+    logprobs = [
+        own.ref_logprobs.masked_fill(~own.all_scored, torch.nan) for own in target.score(samples, 0)
+    ]
     return forward_agreement(load_model(folder, "float32", "cpu"), samples, logprobs)
 
 
