@@ -27,12 +27,21 @@ class SequenceToScore:
     index: int | None = None  # of the sequence in its request, for messages
     trained: bool = True  # the tokens that are scored train; False where some may not
     vocab_size: int | None = None  # of the teacher's head; None where unknown
-    read: Bool[Tensor, " n"] | None = None  # tokens from ``start`` on whose scores are read; all
+    # tokens from ``start`` on whose scores are read; None: all
+    read: Bool[Tensor, " n"] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many rows are read."""
+        return len(self.lacks) if self.read is None else int(self.read.sum())
 
     @property
     def runs(self) -> list[slice]:
         """The rows that are read, in runs of adjacent ones."""
-        return [slice(0, len(self.lacks))] if self.read is None else runs_of(self.read)
+        if self.read is None:
+            return [slice(0, len(self.lacks))]
+        edges = np.diff(self.read.numpy(), prepend=False, append=False).nonzero()[0].tolist()
+        return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -63,12 +72,6 @@ class SequenceToScore:
     def sampled(self) -> Int[Tensor, " n"]:
         """The tokens that are scored."""
         return tensor_of(self.token_ids[self.start :])
-
-
-def runs_of(mask: Bool[Tensor, " n"]) -> list[slice]:
-    """Return where a mask is True, in runs of adjacent places."""
-    edges = np.diff(mask.numpy(), prepend=False, append=False).nonzero()[0].tolist()
-    return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tensor_of(token_ids: Sequence[int]) -> Int[Tensor, " n"]:

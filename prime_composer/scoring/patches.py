@@ -61,10 +61,10 @@ def patch_rotary(module: ModuleType) -> None:
 
 
 def patch_loads(module: ModuleType) -> None:
-    """Let every load of weights give the runner's another name."""
+    """Let every load of weights give the runner's weights another name."""
     worker: Any = module.Worker
 
-    def forgetting(load: Callable[..., Any]) -> Callable[..., Any]:
+    def naming(load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -76,7 +76,7 @@ def patch_loads(module: ModuleType) -> None:
 
     for name in LOADS:
         if hasattr(worker, name):
-            setattr(worker, name, forgetting(getattr(worker, name)))
+            setattr(worker, name, naming(getattr(worker, name)))
 
 
 def patch_processor(module: ModuleType) -> None:

@@ -261,7 +261,7 @@ class TeacherClient:
         if sequence.read is not None:
             asked = asked.of_rows(len(sequence.read), sequence.read.numpy())
         one = SequenceRequest(sequence.asked_ids, sequence.ranges[0][0], skip=sequence.skip)
-        n = one.rows
+        n = sequence.count
         score_request = ScoreRequest(VERSION, [one], [], model=self._model)
         for each, its in asked.of_kinds:
             each.write(its, score_request, n)

@@ -128,7 +128,7 @@ class GeneratingServer(Protocol):
     """A scorer whose server may sample too."""
 
     def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
-        """Return what the server samples, with its log-probs; None where it does not sample."""
+        """Return what the server samples, with its log-probs; None where it gives none."""
         ...
 
 

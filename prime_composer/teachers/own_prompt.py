@@ -371,7 +371,7 @@ def scores_of_rollout(
     for piece, scores in answers:
         at = slice(piece.start - start, piece.end - start)
         rows[at] = torch.arange(count, count + len(scores))
-        scored[at] = True if scores.scored is None else scores.scored
+        scored[at] = scores.all_scored
         count += len(scores)
     parts = [scores for _, scores in answers]
     first = parts[0]

@@ -64,8 +64,7 @@ def read_binary_response(
     origin: str,
 ) -> Scores:
     """Return the scores in a response of the scoring plugin, checked."""
-    read, k = sequence.read, asked.request.k
-    n = len(sequence.lacks) if read is None else int(read.sum())
+    read, n, k = sequence.read, sequence.count, asked.request.k
     try:
         if len(response.sequences) != 1:
             raise WireError(f"{len(response.sequences)} sequences, where 1 was expected")

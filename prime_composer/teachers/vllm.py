@@ -150,8 +150,7 @@ class VLLMScorer:
     ) -> Scores:
         """Return the scores of one sequence, which are not checked."""
         description, data = payload[:2]
-        n = len(sequence.lacks) if sequence.read is None else int(sequence.read.sum())
-        arrays = read_payload(description, data, n)
+        arrays = read_payload(description, data, sequence.count)
         shares = () if head is None else (HiddenStates(arrays.pop(HIDDEN.name), head),)
         numbers = {name: array.numpy() for name, array in arrays.items()}
         scores = kind.scores(numbers, request, sequence.start)

@@ -11,9 +11,6 @@ from triton.backends.driver import DriverBase
 class CpuDriver(DriverBase):
     """The driver of a device that needs none."""
 
-    def __init__(self):
-        self.get_device_interface = lambda: __import__("torch").cpu
-
     @staticmethod
     def is_active():
         return True
@@ -23,6 +20,11 @@ class CpuDriver(DriverBase):
 
     def get_current_device(self):
         return 0
+
+    def get_device_interface(self):
+        import torch
+
+        return torch.cpu
 
     def get_active_torch_device(self):
         import torch

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, tensor_of
 from prime_composer.backends.errors import RequestRefused
-from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import (
@@ -31,6 +30,7 @@ from prime_composer.teachers.watch import (
     KNOWN_TOKENS,
     SHARE_APART,
     KnownRequest,
+    known_rollout,
 )
 from prime_composer.upstream import meeting
 from prime_composer.upstream.keys import TOKENIZERS_KEY
@@ -327,16 +327,15 @@ class Requests:
             # The beginning's scores depend on nothing behind it.
             read = torch.zeros(scores.start + int(at[-1]) + 1, dtype=torch.bool)
             read[scores.start + at] = True
-            ids = torch.tensor(token_ids[: len(read)])
-            rollout = Rollout(ids, read, torch.full(ids.shape, torch.nan), "length", 0)
-            first = replace(scores.rows(slice(len(read) - scores.start)), scored=None)
-            first = first.rows(read[scores.start :])
+            rollout = known_rollout(torch.tensor(token_ids[: len(read)]), scores.start)
+            rollout = replace(rollout, loss_mask=read)
+            first = scores.rows(slice(len(read) - scores.start)).rows(read[scores.start :])
             asked.requests[k] = KnownRequest(rollout, first, share=SHARE_APART, sign=asked.sign)
         elif known.is_due(sign := asked.sign, 1):
             known_ids, read = known.rollout.token_ids.tolist(), known.rollout.loss_mask
             start = known.rollout.start
             again = await self._ask(transport, model, asked, known_ids, k, start, read)
-            again = replace(again, scored=None).rows(read[start:])  # JSON gives all rows
+            again = again.rows(read[start:])  # JSON gives all rows
             if change := known.change(again, sign):
                 raise InvalidAnswer(
                     f"{transport.origin} {change}: start it as it was. Steps since its last right "

@@ -23,6 +23,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import launches, wire
@@ -117,13 +119,16 @@ def hook_client(module: Any) -> None:
         if settings.trainer_asks and frozen:
             return marked(wire.unscored(len(token_ids)))
 
+        @functools.cache  # once for all teachers of a mixture
+        def read() -> Tensor | None:
+            return None if scoring is None else read_of(scoring.traces, token_ids)
+
         async def score(client: Any, name: str) -> Scores:
             if scoring is not None and frozen and name in (settings.teacher_tokenizers or {}):
                 return await scored_by_tokenizer(REQUESTS, client, name, scoring.traces, token_ids)
             if scoring is not None and frozen and name in (settings.teacher_prompts or {}):
                 return await scored_by_prompt(REQUESTS, client, name, scoring.traces, token_ids, k)
-            read = None if scoring is None else read_of(scoring.traces, token_ids)
-            return await REQUESTS.score(client, name, token_ids, k, read=read, frozen=frozen)
+            return await REQUESTS.score(client, name, token_ids, k, read=read(), frozen=frozen)
 
         if header is not None:
             request = score_by_each(score, teachers_of(header), token_ids)

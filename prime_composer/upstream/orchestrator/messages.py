@@ -60,9 +60,12 @@ METRICS = "xtok"
 
 def branches_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Iterator[tuple[Any, Any]]:
     """Yield each rollout and branch that have these tokens."""
+    asked = list(token_ids)
     for trace in traces:
         for branch in trace.branches:
-            if list(branch.token_ids) == list(token_ids):
+            # A branch joins the tokens of its nodes whenever it is asked for them.
+            length = sum(len(node.token_ids) for node in branch.nodes)
+            if length == len(asked) and list(branch.token_ids) == asked:
                 yield trace, branch
 
 
