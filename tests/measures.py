@@ -10,6 +10,7 @@ what the lines bought.
 import argparse
 import ast
 import io
+import re
 import tokenize
 import tomllib
 from collections import Counter
@@ -20,6 +21,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[1]
 PACKAGE = PROJECT / "prime_composer"
 BUDGETS = PROJECT / "tests" / "budgets.toml"
+GENERATED = ("recipes/reference", "recipes/metrics", "recipes/architectures", "tests/mutation")
 NESTS = (ast.For, ast.AsyncFor, ast.While, ast.If, ast.With, ast.AsyncWith, ast.Try, ast.Match)
 
 
@@ -79,9 +81,18 @@ def totals() -> dict[str, Counter[str]]:
     for path in sorted(PROJECT.rglob("*.py")):
         if path.relative_to(PROJECT).parts[0] == "tests":
             found["outside"]["test_lines"] += path.read_text().count("\n")
+    found["outside"]["words_of_documents"] = sum(words_of_documents().values())
+    return found
+
+
+def words_of_documents() -> dict[str, int]:
+    """Return the words of each page, without pages and tables that a command writes."""
+    found = {}
     for path in sorted(PROJECT.rglob("*.md")):
-        if not path.relative_to(PROJECT).parts[0].startswith((".", "outputs")):
-            found["outside"]["words_of_documents"] += len(path.read_text().split())
+        name = path.relative_to(PROJECT).as_posix()
+        if not name.startswith((".", "outputs", *GENERATED)):
+            text = re.sub(r"(?s)<!-- (\w+): begin.*?<!-- \1: end -->", "", path.read_text())
+            found[name] = len(text.split())
     return found
 
 
@@ -138,6 +149,7 @@ def main() -> None:
         print(f"{table:<22}{'now':>8}{'budget':>8}")
         for key, count in sorted(counts.items(), key=lambda item: -item[1]):
             print(f"  {key:<20}{count:>8}{allowed[table].get(key, 0):>8}")
+    print("words:", sorted(words_of_documents().items(), key=lambda item: -item[1]))
     each = functions()
     print("longest bodies:", [(f.name, f.body) for f in sorted(each, key=lambda f: -f.body)[:6]])
     print("deepest:", [(f.name, f.nesting) for f in sorted(each, key=lambda f: -f.nesting)[:6]])

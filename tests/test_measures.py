@@ -3,12 +3,22 @@
 `python -m tests.measures` prints the numbers.
 """
 
-from tests.measures import budgets, containers_of_scores, functions, totals
+import pytest
+
+from tests.measures import PROJECT, budgets, containers_of_scores, functions, totals
 
 LONGEST_BODY = 70
 DEEPEST_BLOCK = 4
 CONTAINERS = {"contract.Scores", "contract.Support"}
 """A teacher's response from the wire to the loss: the record, and its columns at the loss."""
+WORDS = {
+    "README.md": 700,
+    "recipes/README.md": 4500,
+    "recipes/results.md": 3000,
+    "prime_composer/upstream/README.md": 3000,
+    "tests/faults/README.md": 2600,
+    "tests/README.md": 1450,
+}
 
 
 def test_lines_and_words_stay_within_their_budgets() -> None:
@@ -21,6 +31,12 @@ def test_lines_and_words_stay_within_their_budgets() -> None:
         if count > allowed[table].get(key, 0)
     }
     assert not above
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_page_stays_within_its_words(page: str) -> None:
+    """With its tables and code."""
+    assert len((PROJECT / page).read_text().split()) <= WORDS[page]
 
 
 def test_no_function_is_longer_or_deeper_than_the_limits() -> None:
