@@ -19,7 +19,7 @@ BEGIN = "<!-- tables: begin, from python -m tests.benchmarks.capacity --write FI
 END = "<!-- tables: end -->"
 
 K = 32
-TRAINER_GPUS = (1, 64, 1000)
+TRAINER_GPUS = (1, 64)
 
 PEAK_FLOPS = 989e12
 TRAINER_UTILIZATION = 0.4
@@ -169,7 +169,7 @@ def need(student: Model, teacher: Model, full: bool) -> Need:
 
 
 def tables() -> str:
-    """Return assumptions, measured constants, and what 1, 64 and 1,000 trainer GPUs need."""
+    """Return assumptions, measured constants, and what 1 and 64 trainer GPUs need."""
     lines = ["| assumed | value | source |", "|---|---|---|"]
     lines += [f"| {name} | {value} | {source} |" for name, value, source in ASSUMPTIONS]
     lines += ["", "| measured | µs of CPU per token | one process carries, tokens/s | program |"]
