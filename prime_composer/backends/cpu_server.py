@@ -17,6 +17,8 @@ def cpu_options(options: Sequence[str]) -> list[str]:
     - no compilation, which ``set_vllm_environment`` switches off, unless TORCHDYNAMO_DISABLE is 0
     - a key-value cache of 1 GiB, or for one sequence of full length where that is more: vLLM's own
       takes nearly all of the machine's memory, and fills it with zeros at the start
+    - one sequence at a time with LoRA adapters: log-probs of several prompts at once end the engine
+      (punica_cpu.py of vLLM 0.32 has an index per sequence where one per row is read)
 
     Where an option or a variable of vLLM says something about the same, nothing is added.
     """
@@ -24,6 +26,8 @@ def cpu_options(options: Sequence[str]) -> list[str]:
     more = []
     if not any("chunked-prefill" in name for name in named):
         more.append("--no-enable-chunked-prefill")
+    if "--enable-lora" in named and "--max-num-seqs" not in named:
+        more += ["--max-num-seqs", "1"]
     compiles = os.environ.get("TORCHDYNAMO_DISABLE", "0") == "0"
     if not compiles and not named & {"--enforce-eager", "--no-enforce-eager"}:
         more.append("--enforce-eager")

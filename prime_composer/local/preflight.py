@@ -38,7 +38,9 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
 from prime_composer.recipe.teacher import TeacherPromptConfig
+from prime_composer.teachers.client import OWN_TOKENS
 from prime_composer.teachers.compatibility import (
+    GeneratingServer,
     LimitedServer,
     PreflightError,
     check_ids,
@@ -57,8 +59,6 @@ from prime_composer.teachers.watch import KnownRequest, server_starts
 WEIGHT_SYNC = "weight sync"  # Name of the check that sends perturbed weights to the sampler
 
 COMPARED_PROMPTS = 8  # Problems on which a chat model is compared under plain prompts and its own
-
-OWN_TOKENS = 8  # What a teacher's server samples, to score it
 
 FIRST_TOKENS = 4  # Tokens of an answer that its prompt says most about
 
@@ -295,13 +295,15 @@ class Checks:
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming_teacher(teacher, among=self._scorers):
             if isinstance(scorer, OwnTokenizerScorer):
-                for prompt in map(engine.problems.prompt, problems[:1]):
+                for problem in problems[:1]:
+                    prompt = engine.problems.prompt(problem)
                     (rollout,) = engine.sampler.generate([prompt], params, seed=0)
                     (scores,) = scorer.score(
                         [rollout], self.recipe.loss.support_size, hidden=hidden
                     )
                     check_ids(scores, engine.vocab_size)
                     self.probes[teacher] = scorer.known_request(rollout)
+                    return own_scores(live, scorer.prompts.of(problem))
                 return None
             if isinstance(live, LimitedServer):
                 live.check_room(max_tokens, *engine.loss.asked_of_teacher, hidden)
@@ -315,9 +317,18 @@ class Checks:
                 (scores,) = live.score([rollout], self.recipe.loss.support_size, hidden=hidden)
                 check_ids(scores, engine.vocab_size)
                 self.probes[teacher] = KnownRequest(rollout, scores, sign=server_starts(live))
-                alone = check_own_scores(live, own[:most], min(OWN_TOKENS, params.max_tokens))
-                return alone + self._plain_prompts(teacher, live)
+                return own_scores(live, own) + self._plain_prompts(teacher, live)
         return None
+
+
+def own_scores(live: Scorer, prompt: Sequence[int]) -> list[str]:
+    """Compare what a teacher's server samples with its scores of it; return what was not."""
+    if not isinstance(live, GeneratingServer):
+        return []
+    window = live.limits.max_model_len
+    most = len(prompt) if window is None else max(1, window - 1 - OWN_TOKENS)
+    found = check_own_scores(live.own_logprobs(prompt[:most]))
+    return [found] if found else []
 
 
 def mean_nats(scores: Sequence[Scores]) -> tuple[float, float]:

@@ -15,9 +15,11 @@ import msgspec
 from jaxtyping import Int
 from torch import Tensor
 
-from prime_composer.backends.alignment import SequenceToScore
+from prime_composer.backends.alignment import SequenceToScore, make_rollout, sequences_to_score
+from prime_composer.backends.answers import check_choices
 from prime_composer.backends.errors import RequestRefused
-from prime_composer.backends.vllm_logprobs import answer_bytes, at_least_one
+from prime_composer.backends.server import completion_request, plain_sampling
+from prime_composer.backends.vllm_logprobs import answer_bytes, at_least_one, read_completions
 from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
 from prime_composer.scoring.head import DTYPES_BY_NAME
 from prime_composer.scoring.kinds import (
@@ -42,6 +44,7 @@ from prime_composer.scoring.wire import (
     WireError,
     decode_response,
 )
+from prime_composer.teachers.compatibility import OwnLogprobs
 from prime_composer.teachers.responses import (
     AskedOfPlugin,
     joined_rows,
@@ -55,6 +58,8 @@ T = TypeVar("T")
 GREETING_BYTES = 2**20  # More than any plugin says of itself. A larger page is of another server.
 
 LOST = (404, 405)  # Statuses of a server that had the plugin's route and has it no more
+
+OWN_TOKENS = 8  # What a server samples, to score it
 
 
 @runtime_checkable
@@ -223,6 +228,25 @@ class TeacherClient:
                     ) from refusal
                 self.go_without_plugin()
         return await self._score_json(sequence, k)
+
+    async def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | None:
+        """Let the server sample some tokens, and score them; None where it gives no log-probs."""
+        # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
+        settings = plain_sampling(max_tokens=OWN_TOKENS, ignore_eos=True, temperature=1, logprobs=0)
+        body = completion_request(self._model, prompt, settings)
+        most = answer_bytes(len(prompt) + OWN_TOKENS, 1)
+        try:
+            content = await self._transport.receive("/v1/completions", body, most)
+            choices = read_completions(bytes(content), self._transport.origin)
+            check_choices(len(choices), 1, origin=self._transport.origin, prompt=0)
+            logprobs = choices[0].logprobs.token_logprobs if choices[0].logprobs else []
+            ids, reason = choices[0].token_ids, choices[0].finish_reason
+            rollout = make_rollout(prompt, ids, logprobs, reason, 0)
+        except (RequestRefused, InvalidAnswer):
+            return None
+        (sequence,) = sequences_to_score([rollout])
+        scores = await self.score(sequence, k=0)
+        return OwnLogprobs(rollout.inference_logprobs[rollout.start :], scores.ref_logprobs)
 
     async def _score_json(self, sequence: SequenceToScore, k: int) -> Scores:
         """Return the scores from the top ``at_least_one(k)`` of a server without the plugin."""

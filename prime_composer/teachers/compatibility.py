@@ -2,10 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from prime_composer.backends.protocols import Limits, Rollout, Scorer
+from jaxtyping import Float
+from torch import Tensor
+
+from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores
 from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
@@ -127,38 +131,41 @@ class TokenizingServer(Protocol):
 class GeneratingServer(Protocol):
     """A scorer whose server may sample too."""
 
-    def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
-        """Return what the server samples, with its log-probs; None where it gives none."""
+    def own_logprobs(self, prompt: Sequence[int]) -> "OwnLogprobs | None":
+        """Return what ``check_own_scores`` compares; None: the server samples without log-probs."""
         ...
 
 
-def check_own_scores(scorer: Scorer, prompt: Sequence[int], max_tokens: int) -> list[str]:
+@dataclass(frozen=True, eq=False)
+class OwnLogprobs:
+    """A server's log-probs of tokens that it has sampled."""
+
+    sampled: Float[Tensor, " n"]  # as it sampled them, [n]
+    scored: Float[Tensor, " n"]  # as it scores them, [n]
+
+
+def check_own_scores(own: OwnLogprobs | None) -> str:
     """Compare a server's scores of what it samples with its own log-probs of it.
 
     Both are log q of the same tokens by one model, and differ by rounding. Elsewhere nothing shows
-    that they do not: a request with known scores repeats the same wrong numbers.
+    that they do not: a request with known scores repeats the same wrong numbers. The result says
+    what could not be compared.
     """
-    if not isinstance(scorer, GeneratingServer):
-        return []
-    rollout = scorer.own_rollout(prompt, max_tokens)
-    if rollout is None:
-        return [
+    if own is None:
+        return (
             "The teacher's server does not generate with log-probs, so its scores were not "
             "compared with those of what it samples."
-        ]
-    (scores,) = scorer.score([rollout], 0)
-    sampled = rollout.inference_logprobs[rollout.start :]
-    apart = float((scores.ref_logprobs - sampled).abs().mean())
-    if not apart <= HALF_PRECISION:
-        raise PreflightError(
-            f"The teacher's server gives {len(sampled)} tokens a mean log-prob of "
-            f"{float(sampled.mean()):.3f} where it samples them, and of "
-            f"{float(scores.ref_logprobs.mean()):.3f} where it scores them: it scores by other "
-            "weights or another head. Serve a LoRA adapter merged into its model (vLLM scores "
-            "prompts without its part on the output head), leave --logprobs-mode out, and let one "
-            "model answer at this url."
         )
-    return []
+    if not float((own.scored - own.sampled).abs().mean()) <= HALF_PRECISION:
+        raise PreflightError(
+            f"The teacher's server gives {len(own.sampled)} tokens a mean log-prob of "
+            f"{float(own.sampled.mean()):.3f} where it samples them, and of "
+            f"{float(own.scored.mean()):.3f} where it scores them: it scores by other weights or "
+            "another head. Serve a LoRA adapter merged into its model (vLLM scores prompts without "
+            "its part on the output head), leave --logprobs-mode out, and let one model answer at "
+            "this url."
+        )
+    return ""
 
 
 def check_served_tokenizer(

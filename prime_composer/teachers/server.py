@@ -1,7 +1,6 @@
 """Teacher scores of a running vLLM server, with or without the scoring plugin."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,13 @@ from prime_composer.backends.alignment import (
     sequences_to_score,
 )
 from prime_composer.backends.errors import RequestRefused, ServerError
-from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
+from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
-from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
+from prime_composer.contract import Scores, TeacherHead
 from prime_composer.recipe.backends import Served
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.client import TeacherClient, support_kind
+from prime_composer.teachers.compatibility import OwnLogprobs
 from prime_composer.teachers.served_head import ServedHead
 
 T = TypeVar("T")
@@ -96,16 +96,9 @@ class ServerScorer(Server):
             self._sampler = self._open_sampler()
         return self._sampler
 
-    def own_rollout(self, prompt: Sequence[int], max_tokens: int) -> Rollout | None:
-        """Return what the server samples, with its log-probs; None where it gives none."""
-        # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
-        with closing(self._open_sampler(seeded=False)) as sampler:
-            try:
-                params = SamplingParams(max_tokens=max_tokens)
-                (rollout,) = sampler.generate([prompt], params, seed=0)
-            except (ServerError, InvalidAnswer):
-                return None
-        return rollout
+    def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | None:
+        """Return log-probs of what the server samples and scores; None where it gives none."""
+        return self._connection.run(self.client.own_logprobs(prompt))
 
     def score(
         self,

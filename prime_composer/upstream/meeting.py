@@ -1,5 +1,7 @@
 """The first meeting with a teacher's server, before it scores a rollout.
 
+A server may score otherwise than it samples, which no later check can see.
+
 A teacher with another tokenizer reads other texts than the student wrote, and its scores look like
 any others. So whoever meets a server first, orchestrator or trainer, compares it once with the
 student that prime-rl's launcher names. The plugin, K and the served name are the scorer's own
@@ -12,8 +14,10 @@ from typing import Any
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.teachers.compatibility import (
+    OwnLogprobs,
     PreflightError,
     TokenizingServer,
+    check_own_scores,
     check_served_tokenizer,
 )
 from prime_composer.upstream.keys import SECTION, TOKENIZERS_KEY
@@ -63,3 +67,13 @@ def compare_with_student(
         )
     if unknown:
         log(f"{origin} was not compared with the student by {' and '.join(unknown)}")
+
+
+def compare_with_itself(origin: str, own: OwnLogprobs | None) -> None:
+    """Compare a server's scores with what it samples; ``ValueError``: they differ."""
+    try:
+        not_compared = check_own_scores(own)
+    except PreflightError as error:
+        raise ValueError(f"{origin}: {error}") from None
+    if not_compared:
+        log(f"{origin}: {not_compared}")

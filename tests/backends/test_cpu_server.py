@@ -1,6 +1,7 @@
 """The options that vLLM's server is given on a CPU machine."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -57,6 +58,15 @@ def test_option_of_the_command_line_stays_alone(model, option, missing):
     index = before.index(missing)
     width = 2 if missing.endswith("bytes") else 1
     assert after == before[:index] + before[index + width :]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [([], ["1"]), (["--max-num-seqs", "3"], []), (["--max_num_seqs=3"], [])],
+)
+def test_adapters_get_one_sequence_at_a_time(model, options, expected):
+    added = cpu_options(["--model", model, "--enable-lora", *options])
+    assert [b for a, b in pairwise(added) if a == "--max-num-seqs"] == expected
 
 
 def test_variables_of_the_environment_stay_alone(model, monkeypatch):

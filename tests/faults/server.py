@@ -481,6 +481,9 @@ class SpoilingServer:
                 return Reply(f"# TYPE of_others gauge\n{seconds}\n".encode())
             case "POST", "/v1/completions":
                 return self._completion(body, mode)
+            case "POST", "/inference/v1/generate":  # as prime-rl asks for scores
+                k, tokens = body["sampling_params"]["prompt_logprobs"], body["token_ids"]
+                return {"prompt_logprobs": self._scores(self._right.token_ids(tokens), k, mode)}
             case "POST", "/v1/prime_composer/score" if self.plugin:
                 return self._packed(body, mode)
             case "POST", "/v1/prime_composer/head" if self.plugin:
@@ -574,6 +577,8 @@ def road_of_request(path: str, body: Any) -> str | None:
     match path:
         case "/v1/completions":
             return "sampling" if (body or {}).get("prompt_logprobs") is None else "scoring"
+        case "/inference/v1/generate":
+            return "scoring"
         case "/v1/prime_composer/score":
             return "binary" if body.get("sequences") else None
         case "/v1/prime_composer/head":

@@ -15,7 +15,7 @@ from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
 from prime_composer.local.context import check_prompts
-from prime_composer.local.preflight import preflight, sampling_warnings
+from prime_composer.local.preflight import own_scores, preflight, sampling_warnings
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import TeacherId
@@ -26,7 +26,6 @@ from prime_composer.step.batch import Sample
 from prime_composer.teachers.compatibility import (
     PreflightError,
     check_ids,
-    check_own_scores,
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
@@ -421,7 +420,7 @@ def test_server_that_scores_otherwise_than_it_samples_is_refused(
         with closing(ServerScorer(server.url, server.model)) as scorer:
             if expected is OTHERWISE:
                 with pytest.raises(PreflightError, match=expected):
-                    check_own_scores(scorer, [5, 6, 7], 8)
+                    own_scores(scorer, [5, 6, 7])
                 return
-            found = check_own_scores(scorer, [5, 6, 7], 8)
+            found = own_scores(scorer, [5, 6, 7])
     assert [expected in one for one in found] == [True] * (expected is not None)

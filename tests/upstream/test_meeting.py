@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 
 import pytest
+import torch
 
 pytest.importorskip("numpy")
 pytest.importorskip("msgspec")
 openai = pytest.importorskip("openai")
 
+from prime_composer.backends.hf_model import load_model  # noqa: E402
+from prime_composer.backends.protocols import Rollout  # noqa: E402
 from prime_composer.backends.server import Card  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream.keys import SWITCH  # noqa: E402
@@ -16,6 +19,9 @@ from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.teachers import Teacher  # noqa: E402
 from prime_composer.upstream.trainer import questions as trainer  # noqa: E402
+from tests.conftest import TINY_RECIPE  # noqa: E402
+from tests.faults.server import SpoilingServer  # noqa: E402
+from tests.local.helpers import tiny_models  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, wrapped  # noqa: E402
 
@@ -102,7 +108,7 @@ def test_meeting_names_a_window_below_the_runs_sequences(meet, capfd):
     assert "reads at most 511 tokens" in said and "--max-model-len 513" in said
     meet(reading_as(wrapped(STUDENT)), seq_len=511)
     said = capfd.readouterr().err
-    assert "reads at most" not in said and "not compared" not in said
+    assert "reads at most" not in said and "not compared with the student" not in said
 
 
 def test_meeting_says_what_was_not_compared(meet, capfd):
@@ -113,3 +119,48 @@ def test_meeting_says_what_was_not_compared(meet, capfd):
     assert "not compared" in said and "/tokenize" in said and "longest sequence" in said
     meet(reading_as(wrapped(STUDENT)), student_tokenizer=None)
     assert "student_tokenizer is None" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A checkpoint with another head, as a LoRA adapter on it makes one."""
+    directory = tmp_path_factory.mktemp("other")
+    model = load_model(tiny_models(TINY_RECIPE)["teacher"])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-2)
+    model.save_pretrained(directory)
+    return directory
+
+
+IDS = [5 + (7 * i) % 100 for i in range(24)]
+
+
+async def scored_by_orchestrator(url, model):
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client:
+        return await Requests().score(client, model, IDS, K, frozen=True)
+
+
+async def scored_by_trainer(url, model):
+    with contextlib.closing(ServerScorer(url, model)) as scorer:
+        rollout = Rollout.not_sampled(torch.tensor(IDS), 1, "length")
+        (scores,) = trainer.Frozen(scorer, K, False).ask([rollout])()
+    return scores
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+@pytest.mark.parametrize("road", [scored_by_orchestrator, scored_by_trainer])
+def test_server_that_scores_otherwise_than_it_samples(road, plugin, other, monkeypatch, capfd):
+    """Its first scores never train; one that does not sample is used, and named in the log."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    teacher = tiny_models(TINY_RECIPE)["teacher"]
+    with SpoilingServer(teacher, plugin=plugin, other=other) as server:
+        scores = asyncio.run(road(server.url, str(teacher)))
+        assert len(scores) == len(IDS) - 1
+        assert "does not generate" not in capfd.readouterr().err
+        server.spoil("status_404", road="sampling")
+        asyncio.run(road(server.url, str(teacher)))
+        assert "does not generate" in capfd.readouterr().err
+        server.heal()
+        server.spoil("other_model", road="binary" if plugin else "scoring")
+        with pytest.raises(ValueError, match="samples them, and of .* adapter merged"):
+            asyncio.run(road(server.url, str(teacher)))

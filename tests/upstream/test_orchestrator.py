@@ -109,10 +109,11 @@ def samples_of_another_process(monkeypatch):
 def servers_without_the_plugin(monkeypatch):
     """The scoring plugin has tests of its own, in test_orchestrator_plugin.py."""
 
-    async def discover(*_):
-        """Find nothing."""
+    async def nothing(*_):
+        """Find nothing, and sample nothing."""
 
-    monkeypatch.setattr(TeacherClient, "discover", discover)
+    monkeypatch.setattr(TeacherClient, "discover", nothing)
+    monkeypatch.setattr(TeacherClient, "own_logprobs", nothing)
 
 
 def score(client, k=2, requests=None):

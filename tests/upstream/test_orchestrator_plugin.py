@@ -173,7 +173,8 @@ def test_teacher_of_another_start_is_asked_what_it_knows():
         return len(client.asked)
 
     asked = [ask(-3.0, name) for name in ("one", "one", "two", "two", "one")]
-    assert asked == [2, 1, 2, 1, 1]  # the first one also looks for the plugin
+    # The first one also looks for the plugin, and asks for what the server samples.
+    assert asked == [3, 1, 2, 1, 1]
     assert ask(-9.0, "two") == 1  # what it says of itself is taken, once in a while apart
     with pytest.raises(InvalidAnswer, match="other numbers than then: up to 6 nat apart"):
         ask(-9.0, "three")

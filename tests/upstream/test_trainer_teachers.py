@@ -81,6 +81,9 @@ class Scorer(ServerScorer):
         self.gate.set()
         Scorer.opened.append(self)
 
+    def own_logprobs(self, prompt):
+        """It does not sample."""
+
     def logprobs(self, before):
         return (self.table[before] @ self.head.weight.T).log_softmax(-1)
 

@@ -23,7 +23,7 @@ from prime_composer.scoring.shared_vocabulary import (
     within_head,
 )
 from prime_composer.scoring.wire import Facts
-from prime_composer.teachers.client import Known, TeacherClient
+from prime_composer.teachers.client import OWN_TOKENS, Known, TeacherClient
 from prime_composer.teachers.compatibility import PreflightError, check_served_tokenizer
 from prime_composer.teachers.watch import (
     ASKED_EVERY,
@@ -41,6 +41,8 @@ T = TypeVar("T")
 # An answer takes about 80 bytes x tokens x K: at 2,048 tokens and K = 32 this many are 0.17 GB.
 # These 65,000 tokens are several of a vLLM's prefill steps (8,192 or 16,384), so none runs idle.
 IN_FLIGHT = 32  # Most requests of this process between being sent and being parsed
+
+OWN_PROMPT = 64  # Most tokens behind which a server samples what it then scores
 
 
 def whole_sequence(
@@ -250,14 +252,15 @@ class Requests:
 
         With ``read`` the tokens of which it is False may have no score.
 
-        A frozen model, whose weights never change, is first compared with the student. It also
-        scores its first sequence's beginning again, before the scores of another start of its
-        server are returned. A server without the scoring plugin names no start. It is asked after a
-        request that was sent more than once, and as all are once in a while.
+        A frozen model, whose weights never change, is first compared with the student, and its
+        scores with those of what it samples. It also scores its first sequence's beginning again,
+        before the scores of another start of its server are returned. A server without the scoring
+        plugin names no start. It is asked after a request that was sent more than once, and as all
+        are once in a while.
         """
         transport, asked = self._connection(client, model)
-        if frozen and asked.tokenizer is None:
-            await self._compare(transport, model, asked)
+        if frozen:
+            await self._compare(transport, model, asked, token_ids)
         scores = await self._ask(transport, model, asked, token_ids, k, start, read)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
@@ -295,14 +298,28 @@ class Requests:
                 raise InvalidAnswer(f"{transport.origin}: {error}") from None
         return asked.plugin.facts
 
-    async def _compare(self, transport: OpenAITransport, model: str, asked: AskedTeacher) -> None:
-        """Compare a server with the student, once, before it scores."""
+    async def _compare(
+        self,
+        transport: OpenAITransport,
+        model: str,
+        asked: AskedTeacher,
+        token_ids: Sequence[int],
+    ) -> None:
+        """Compare a server with the student and with itself, once, before it scores."""
         async with asked.meeting:
             if asked.met:
                 return
-            server = OpenAITokenizer(transport, model)
-            compare = meeting.compare_with_student
-            await asyncio.to_thread(compare, transport.origin, server, lambda: server.window)
+            if asked.tokenizer is None:
+                server = OpenAITokenizer(transport, model)
+                compare = meeting.compare_with_student
+                await asyncio.to_thread(compare, transport.origin, server, lambda: server.window)
+            teacher = TeacherClient(transport, model, asked.plugin)
+            if not asked.plugin.was_asked:
+                await teacher.discover()
+            # Shorter than the sequence, which fits into the server's window.
+            prompt = within_head(token_ids, asked.plugin.vocab_size)[:-OWN_TOKENS] or token_ids[:1]
+            own = await teacher.own_logprobs(prompt[:OWN_PROMPT])
+            meeting.compare_with_itself(transport.origin, own)
             asked.met = True
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:

@@ -112,10 +112,13 @@ class Frozen:
                 )
 
     def _begin(self, rollouts: Sequence[Rollout], starts: int | None) -> None:
-        """Keep the beginning of the first long sequence, and its scores."""
+        """Keep the beginning of the first long sequence, and its scores, which are compared with
+        what the server samples behind it."""
         long = (r.token_ids for r in rollouts if len(r.token_ids) >= KNOWN_TOKENS.start)
         tokens = next(long, None)
         if tokens is not None:
+            own = self.scorer.own_logprobs(tokens[: KNOWN_TOKENS.start].tolist())
+            meeting.compare_with_itself(self.scorer.origin, own)
             rollout = known_rollout(tokens[: KNOWN_TOKENS[-1]], 1)
             (scores,) = self.scorer.score([rollout], self._k)
             self._known = KnownRequest(rollout, scores, share=SHARE_APART, sign=starts)
