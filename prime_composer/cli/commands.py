@@ -200,9 +200,13 @@ def _check(args: argparse.Namespace) -> int:
 
 def _probe(args: argparse.Namespace) -> int:
     set_environment()
-    from prime_composer.cli.probe import run_probe
+    from prime_composer.cli.probe import run_probe, run_probe_of_server
     from prime_composer.recipe.loading import load_recipe
 
+    if (args.config is None) == (args.teacher is None):
+        raise ValueError("give --config FILE, a recipe, or --teacher URL, a server")
+    if args.teacher is not None:
+        return run_probe_of_server(args.teacher, args.model, args.json)
     return run_probe(load_recipe(args.config, args.overrides), args.json)
 
 
@@ -345,6 +349,11 @@ def value(metavar: str | None, text: str | None = None, **how: Any) -> dict[str,
 
 
 RECIPE: Options = {"--config": value("FILE", "the recipe, a TOML file", required=True)}
+PROBE: Options = {
+    "--config": value("FILE", "the recipe, a TOML file"),
+    "--teacher": value("URL", "in its place: a vLLM server, measured without a recipe"),
+    "--model": value("NAME", "with --teacher: a served name; default: the first one"),
+}
 JSON: Options = {"--json": flag("print one JSON object, for machines")}
 OVERRIDES: Options = {
     "--set": value(
@@ -466,7 +475,7 @@ TASKS: dict[str, dict[str, Command]] = {
             _probe,
             "Measure student and teachers before a run: the preflight's checks, tokenizers, "
             "limits, speed at several K, and the K to choose. Exits with 1 where a check fails.",
-            {**RECIPE, **JSON, **OVERRIDES},
+            {**PROBE, **JSON, **OVERRIDES},
         ),
         "prepare": Command(
             _prepare, "Build or round the models of a recipe, or show where they are.", PREPARE

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
@@ -18,10 +18,13 @@ from prime_composer.cli.report import console
 from prime_composer.local.dry_run import dry_run
 from prime_composer.local.preflight import CheckResult, one_line
 from prime_composer.local.probe.report import ModelReport, ProbeReport
-from prime_composer.local.probe.run import OPENING, probe
+from prime_composer.local.probe.run import OPENING, SECONDS_PER_COLUMN, probe
+from prime_composer.local.probe.served import probe_server
 from prime_composer.local.requirements import check_models
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.urls import public_url
+from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
 
 PASSED = {"ok": True, "failed": False, "skipped": None}  # A check's; a warning is no result
@@ -32,6 +35,9 @@ TITLES = {
     "agreement": "nats from a forward pass",
     "vocabulary": "output head, entries",
     "largest_k": "largest K",
+    "max_logprobs": "largest K in JSON (--max-logprobs)",
+    "sampled_logprob": "mean log-prob of its own tokens, sampled",
+    "scored_logprob": "the same, scored",
     "largest_k_exact": "a larger K is refused",
     "entropy": "entropy, nats",
     "recommended_k": "recommended K",
@@ -52,7 +58,20 @@ SHOWN = 8  # Entries of a list in one cell
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object."""
-    report = _measured(recipe)
+    return show(_measured(recipe), as_json)
+
+
+def run_probe_of_server(url: str, model: str | None, as_json: bool) -> int:
+    """Measure a teacher's server without a recipe, and print tables or one JSON object."""
+    with redirect_stdout(sys.stderr), Screen(total=1) as screen:
+        screen.status(f"measuring {public_url(url)}")
+        with closing(ServerScorer(url, model, section="--teacher", status=screen.status)) as scorer:
+            report = probe_server(scorer, url, SECONDS_PER_COLUMN)
+    return show(report, as_json)
+
+
+def show(report: ProbeReport, as_json: bool) -> int:
+    """Print a report as tables or as one JSON object, and return the exit status."""
     if not as_json:
         print_probe(report)
     for finding in report.findings:
@@ -111,14 +130,17 @@ def print_probe(report: ProbeReport) -> None:
     screen = console()
     checks = [(one.name, _result(one)) for one in checks_of(report)]
     made = [table_of("checks", ("check", "result"), checks)]
-    if report.student is not None and report.step is not None:
-        models: dict[str, ModelReport] = {"student": report.student, **report.teachers}
+    models: dict[str, ModelReport] = {**report.teachers}
+    if report.student is not None:
+        models = {"student": report.student, **models}
+    if models:
         why = {name: model.unmeasured for name, model in models.items()}
         reasons = [(name, *reason) for name, own in why.items() for reason in own.items()]
+        step = [] if report.step is None else side_by_side([report.step])
         made += [
             table_of("models", ("", *models), side_by_side([*models.values()])),
             *lists_of(models),
-            table_of("one step of this recipe", ("", "value"), side_by_side([report.step])),
+            table_of("one step of this recipe", ("", "value"), step),
             table_of("not measured", ("model", "what", "why"), reasons),
         ]
     for table in made:
@@ -157,7 +179,8 @@ def lists_of(models: Mapping[str, object]) -> Iterator[Table]:
                 row = {"model": model} | {name: formatted(cell) for name, cell in leaves(one)}
                 found.setdefault(title, []).append(row)
     for title, rows in found.items():
-        yield table_of(title, [*rows[0]], [[*row.values()] for row in rows])
+        columns = [name for name in rows[0] if any(row[name] != MISSING for row in rows)]
+        yield table_of(title, columns, [[row[name] for name in columns] for row in rows])
 
 
 def leaves(record: object, of: str = "") -> Iterator[tuple[str, Any]]:

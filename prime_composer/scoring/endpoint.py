@@ -97,7 +97,9 @@ class ScoringEndpoint:
             )
         state.prime_composer_names = args.served_model_name or [args.model]
         parts = await engine_client.collective_rpc(HEAD_METHOD, args=(0, 1))
-        state.prime_composer_facts = server_facts(engine_client.model_config, columns_of(parts))
+        state.prime_composer_facts = server_facts(
+            engine_client.model_config, columns_of(parts), parts[0].get("runner")
+        )
         state.prime_composer_rooms = Room(SMALL_ROOM), Room(ROOM)
         state.prime_composer_config = config
 
@@ -108,7 +110,7 @@ def columns_of(parts: Sequence[dict[str, Any]]) -> int | None:
     return len(rows[0]["weight"]) // DTYPES_BY_NAME[rows[0]["dtype"]].itemsize if rows else None
 
 
-def server_facts(model_config: Any, columns: int | None = None) -> Facts:
+def server_facts(model_config: Any, columns: int | None = None, runner: str | None = None) -> Facts:
     """Return what the server says about itself."""
     import vllm
 
@@ -122,6 +124,7 @@ def server_facts(model_config: Any, columns: int | None = None) -> Facts:
         vllm=vllm.__version__,
         limits=limits_of(model_config.max_model_len),
         head_dtype=head_dtype_of(model_config),
+        runner=runner,
     )
 
 

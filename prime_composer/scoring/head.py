@@ -93,10 +93,12 @@ def worker_head(worker: Any, first: int, last: int) -> dict[str, Any]:
 
     Everything is of types that vLLM sends between its processes without pickling.
     """
+    has_second = hasattr(getattr(worker, "model_runner", None), "prompt_logprobs_worker")
+    runner = "second" if has_second else "first"
     try:
         head = find_head(worker.get_model())
     except Exception as error:  # of whatever a model of vLLM may be; its engine goes on
-        return {"error": str(error) or type(error).__name__}
+        return {"error": str(error) or type(error).__name__, "runner": runner}
 
     def bits(rows: slice) -> tuple[Any, Any]:
         bias = None if head.bias is None else bits_of(head.bias[rows].to(head.weight.dtype))
@@ -124,6 +126,7 @@ def worker_head(worker: Any, first: int, last: int) -> dict[str, Any]:
         "dtype": DTYPE_NAMES[head.weight.dtype],
         "weight": weight.tobytes(),
         "bias": b"" if bias is None else bias.tobytes(),
+        "runner": runner,
     }
 
 

@@ -96,6 +96,7 @@ class Facts(msgspec.Struct):
     limits: RequestLimits | None = None  # of a request; None: an older server
     fingerprint: str | None = None  # of the process that computed the rows, and of its last load
     head_dtype: str | None = None  # of the logits; None: an older server, or a quantized model
+    runner: str | None = None  # which of vLLM's two model runners; None: an older server
 
     def change(self, now: "Facts") -> str:
         """Say how the model of a later response differs; empty for the same model.

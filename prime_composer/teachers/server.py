@@ -1,11 +1,13 @@
 """Teacher scores of a running vLLM server, with or without the scoring plugin."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from prime_composer.backends.alignment import (
 from prime_composer.backends.errors import RequestRefused, ServerError
 from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
-from prime_composer.contract import Scores, TeacherHead
+from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
 from prime_composer.recipe.backends import Served
 from prime_composer.samplers.server import ServerSampler
 from prime_composer.teachers.client import TeacherClient, support_kind
@@ -25,6 +27,8 @@ from prime_composer.teachers.compatibility import OwnLogprobs
 from prime_composer.teachers.served_head import ServedHead
 
 T = TypeVar("T")
+
+MORE_THAN_ALL = 2**24  # Entries of a vocabulary
 
 
 class ServerScorer(Server):
@@ -95,6 +99,20 @@ class ServerScorer(Server):
         if self._sampler is None:
             self._sampler = self._open_sampler()
         return self._sampler
+
+    def largest_k(self) -> int | None:
+        """Return the largest K of vLLM's JSON, by its refusal of a larger one; None: all ids."""
+        if self._limits.max_logprobs is not None:
+            return self._limits.max_logprobs
+        (pair,) = sequences_to_score([Rollout.not_sampled(torch.tensor([1, 1]), 1, "length")])
+        try:
+            self._connection.run(self._client.score(pair, k=MORE_THAN_ALL, binary=False))
+        except (ServerError, InvalidAnswer) as error:
+            found = re.search(r"max allowed: (\d+)", str(error))
+            if found is None:
+                raise
+            return int(found[1])
+        return None
 
     def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | None:
         """Return log-probs of what the server samples and scores; None where it gives none."""

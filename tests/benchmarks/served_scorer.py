@@ -15,6 +15,9 @@ prefix cache and one without.
 ``--heads`` compares float32 heads (``prime-rl teacher``'s own) with rounded ones, by two servers in
 turns: the time of each K, and the median of its ratios. It needs a half-precision ``--dtype``.
 
+``--runners first second`` asks two servers in turns, with each of vLLM's model runners. The second
+one's kernels are interpreted on a CPU: what they take says nothing of a GPU.
+
 Wide hidden states: ``--hidden 1024 --layers 1 --dtype bfloat16 --ks 1``.
 """
 
@@ -37,7 +40,14 @@ import torch  # noqa: E402
 from prime_composer.backends.alignment import make_rollout  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from tests.tiny_qwen import make_model  # noqa: E402
-from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
+from tests.vllm_process import (  # noqa: E402
+    SECOND_RUNNER,
+    TeacherProcess,
+    VllmProcess,
+    save_tokenizer,
+)
+
+RUNNERS: dict[str, dict[str, str]] = {"first": {}, "second": SECOND_RUNNER}
 
 Work = Callable[[list[Any]], object]
 Requests = Callable[[], list[list[Any]]]  # of one round: the rollouts of each
@@ -81,6 +91,7 @@ def main() -> None:
     parser.add_argument("--mask", type=float, default=0.3)
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--heads", action="store_true")
+    parser.add_argument("--runners", nargs="+", default=["first"], choices=RUNNERS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "model"
@@ -88,19 +99,26 @@ def main() -> None:
         words: list[Any] = ["--dtype", options.dtype, "--max-model-len", 2048]
         words += ["--kv-cache-memory-bytes", 2**29]
         with contextlib.ExitStack() as stack:
-            server = TeacherProcess(directory, Path(name) / "server.log", *words)
-            stack.enter_context(server)
+
+            def serve(runner: str, *more: Any) -> VllmProcess:
+                log = Path(name) / f"{len(servers)}.log"
+                process = TeacherProcess(directory, log, *words, *more, **RUNNERS[runner])
+                servers.append(stack.enter_context(process))
+                return process
+
+            servers: list[VllmProcess] = []
             cores = sorted(os.sched_getaffinity(0))
             if not options.groups and not options.heads:
+                by_runner = {runner: serve(runner) for runner in options.runners}
                 os.sched_setaffinity(0, cores[-1:])
-                compare(server, options)
+                compare(by_runner, options)
                 return
             rounded = ["--hf-overrides", '{"head_dtype": "model"}']
-            words += rounded if options.heads else ["--no-enable-prefix-caching"]
-            other = TeacherProcess(directory, Path(name) / "other.log", *words)
-            stack.enter_context(other)
+            (runner,) = options.runners
+            serve(runner)
+            serve(runner, *(rounded if options.heads else ["--no-enable-prefix-caching"]))
             os.sched_setaffinity(0, cores[-1:])
-            scorers = ServerScorer(server.url), ServerScorer(other.url)
+            scorers = ServerScorer(servers[0].url), ServerScorer(servers[1].url)
             (compare_heads if options.heads else compare_groups)(scorers, options)
 
 
@@ -124,8 +142,8 @@ def masked(rollouts: list[Any], share: float) -> list[Any]:
     ]
 
 
-def compare(server: VllmProcess, options: argparse.Namespace) -> None:
-    """Print a row per kind of answer."""
+def cases_of(server: VllmProcess, options: argparse.Namespace) -> dict[str, Work]:
+    """Return what is asked of a server, by its name."""
     scorer = ServerScorer(server.url)
     assert scorer.gives_any_ids
 
@@ -140,12 +158,22 @@ def compare(server: VllmProcess, options: argparse.Namespace) -> None:
     cases["plugin, hidden states"] = hidden
     cases[f"K = {most}, {share:.0%} train"] = lambda r: scorer.score(masked(r, share), most)
     cases[f"hidden states, {share:.0%} train"] = lambda r: hidden(masked(r, share))
+    return cases
+
+
+def compare(servers: dict[str, VllmProcess], options: argparse.Namespace) -> None:
+    """Print a row per kind of answer and server."""
+    rows = [
+        (f"{name}, {runner} runner", server, work)
+        for runner, server in servers.items()
+        for name, work in cases_of(server, options).items()
+    ]
     best: dict[str, tuple[float, float]] = {}
-    for work in cases.values():
+    for _, _, work in rows:
         work(sequences(options, 1, 0))  # warm
     seeds = itertools.count(1)  # vLLM's prefix cache has none of a row's sequences
     for _ in range(options.rounds):
-        for name, work in cases.items():
+        for name, server, work in rows:
             rollouts = sequences(options, 1, next(seeds))
             before, begin = cpu_seconds(server.process.pid), time.perf_counter()
             work(rollouts)
@@ -154,12 +182,12 @@ def compare(server: VllmProcess, options: argparse.Namespace) -> None:
             best[name] = min(best.get(name, (seconds, used)), (seconds, used))
     tokens = options.sequences * options.tokens
     print(f"vocabulary {options.vocab}, d = {options.hidden}, {options.dtype}, {tokens} tokens")
-    print(f"{'':<30}{'tokens/s':>10}{'us/token':>10}{'API us/token':>14}{'x JSON':>8}")
+    print(f"{'':<44}{'tokens/s':>10}{'us/token':>10}{'API us/token':>14}{'x JSON':>8}")
     for name, (seconds, used) in best.items():
         by_json = best.get(name.replace("plugin", "JSON"))
         ratio = f"{by_json[0] / seconds:.1f}" if by_json and "plugin" in name else ""
         print(
-            f"{name:<30}{tokens / seconds:>10,.0f}{1e6 * seconds / tokens:>10.1f}"
+            f"{name:<44}{tokens / seconds:>10,.0f}{1e6 * seconds / tokens:>10.1f}"
             f"{1e6 * used / tokens:>14.2f}{ratio:>8}"
         )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from prime_composer.backends.hf_model import load_model
 from prime_composer.cli import probe as command
 from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
@@ -109,6 +111,48 @@ def test_models_say_what_a_server_answers_in_binary(
     assert rows["plugin: version"] == str(VERSION) and rows["plugin: vllm"] == "0.32.0"
     assert rows["plugin: kinds"] == "sampled, top_k, given, hidden"
     assert "rows 300" in rows["plugin: head"]
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_server_without_a_recipe_says_what_it_can(
+    plugin: bool, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And scores by other weights than it samples: a check fails, by its name."""
+    monkeypatch.setattr(command, "SECONDS_PER_COLUMN", 0.02)
+    teacher = tiny_models(TINY_RECIPE)["teacher"]
+
+    def probed(url: str) -> tuple[int, Any]:
+        done = cli("probe", "--json", "--teacher", url)
+        return done.returncode, json.loads(done.stdout)
+
+    model = load_model(teacher)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-2)
+    model.save_pretrained(tmp_path / "other")
+    other = tmp_path / "other"
+    with SpoilingServer(teacher, plugin=plugin, max_logprobs=20, other=other) as server:
+        status, report = probed(server.url)
+        server.spoil("other_model", road="binary" if plugin else "scoring")
+        failed, otherwise = probed(server.url)
+    assert status == 0 and failed == 1
+    assert {check["name"]: check["passed"] for check in otherwise["checks"]} == {
+        "answers": True, "scores of what it samples": False
+    }  # fmt: skip
+    found = report["teachers"]["teacher"]
+    assert found["facts"]["context"] == 256 and found["facts"]["vocabulary"] == 300
+    assert found["max_logprobs"] == 20
+    assert found["sampled_logprob"] == pytest.approx(found["scored_logprob"], abs=1e-4)
+    speeds = {one["column"]: one["tokens_per_second"] for one in found["throughput"]}
+    assert [name for name, speed in speeds.items() if speed] == (
+        ["1", "32", "states"] if plugin else ["1"]
+    )
+    assert bool(report["recommendations"]) is not plugin
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "a.toml", "--teacher", "http://127.0.0.1:1"]])
+def test_probe_wants_a_recipe_or_a_server(words: list[str], cli: Cli) -> None:
+    done = cli("probe", *words)
+    assert done.returncode == 2 and "--config FILE" in done.stderr and "--teacher" in done.stderr
 
 
 def test_a_failed_check_exits_with_1_and_its_name(probes: Cli, tiny_recipe: Raw) -> None:

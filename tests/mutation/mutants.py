@@ -860,7 +860,11 @@ MUTANTS: dict[str, Mutant] = {
         "scoring/worker.py", "answer_batch", ("row += last - first", "row = 0"),
     ),
     "orchestrator: what the student did not sample is asked for": mutant(
-        "upstream/orchestrator/messages.py", "read_of", ("sampled_of(found[1])", "None"),
+        "upstream/orchestrator/messages.py", "read_of",
+        ("trains and id(node) not in earlier", "id(node) not in earlier"),
+    ),
+    "orchestrator: a turn of several branches is asked for in each": mutant(
+        "upstream/orchestrator/messages.py", "read_of", ("trace.branches[:number]", "()"),
     ),
     "tape: parts of a key run together": mutant(
         TAPE_ANSWERS, "answer_key", ("len(part).to_bytes(8, 'little') + part", "part"),

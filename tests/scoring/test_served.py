@@ -115,6 +115,10 @@ def own(logprobs, rollout):
     return logprobs.gather(1, rollout.token_ids[rollout.start :, None])[:, 0]
 
 
+def test_server_names_its_model_runner(scorer, runner):
+    assert scorer.client.facts.runner == ("second" if runner else "first")
+
+
 @pytest.mark.parametrize("k", [0, 1, 32, 64])
 def test_scores_equal_torchs_own_forward(scorer, rollouts, exact, k):
     scores = scorer.score(rollouts, k)

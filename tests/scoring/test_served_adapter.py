@@ -40,8 +40,7 @@ def save_adapter(directory, target, weight, generator):
 def test_adapters_score_as_their_merged_weights(vllm_forks, tmp_path):
     """With a large part on the output head, which vLLM on a GPU leaves out of prompts' scores.
 
-    Several sequences at once end the engine of vLLM's CPU build, so the server takes one. Its second
-    model runner, run by hand, gives the same scores.
+    Several sequences at once end the engine of vLLM's CPU build, so the server takes one.
     """
     generator = torch.Generator().manual_seed(0)
     model = make_model(tied=False, seed=3)

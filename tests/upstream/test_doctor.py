@@ -98,14 +98,21 @@ def test_examine_a_name_that_is_gone_costs_its_roads():
     )
 
 
-def test_examine_a_function_that_nothing_calls_is_a_misfit():
-    """A hook on it would never fire."""
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("prefill_logprobs", "questions to teachers: orchestrator.clients:prefill_logprobs"),
+        # As in a fork whose train sink asks another function for more than the samples.
+        ("trace_to_samples", "samples of a rollout: orchestrator.trajectories:trace_to_samples"),
+    ],
+)
+def test_examine_a_function_that_nothing_calls_is_a_misfit(name, found):
+    """A hook on it would never fire: it is kept for others, as its docstring may say."""
     uses = {place.rpartition(":")[2].rpartition(".")[2] for place in recorded(MAIN)}
-    report = changed(MAIN, uses - {"prefill_logprobs"})
+    report = changed(MAIN, {*uses - {name}, f'"""A view for callers of {name}."""'})
     (finding, *_) = report.misfits("adapter")
     assert str(finding) == (
-        "questions to teachers: orchestrator.clients:prefill_logprobs is there, and nothing in "
-        "prime-rl uses it (costs adapter, full, rl)"
+        f"{found} is there, and nothing in prime-rl uses it (costs adapter, full, rl)"
     )
 
 

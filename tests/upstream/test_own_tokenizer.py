@@ -389,6 +389,25 @@ def test_only_what_the_student_sampled_is_asked_for(served, student, switch):
     assert support.all_known.all(dim=1).nonzero()[:, 0].tolist() == sampled
 
 
+def test_turn_of_several_branches_is_asked_for_in_the_first():
+    """A rollout forks behind its first turn. What the student did not sample is asked for never."""
+
+    def node(ids, sampled):
+        return types.SimpleNamespace(token_ids=ids, mask=[sampled] * len(ids))
+
+    def branch(*nodes):
+        return types.SimpleNamespace(
+            nodes=nodes, token_ids=[one for each in nodes for one in each.token_ids]
+        )
+
+    prompt, turn = node([7, 3], False), node([4, 5], True)
+    branches = [branch(prompt, turn, node(ids, True)) for ids in ([9, 8], [6])]
+    traces = [types.SimpleNamespace(branches=branches)]
+    read = [messages.read_of(traces, one.token_ids).tolist() for one in branches]
+    assert read == [[False, False, True, True, True, True], [False] * 4 + [True]]
+    assert messages.read_of(traces, [7, 3, 4]) is None
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_several_teachers_in_a_header_are_refused(served, student, frozen):
     """The header is that of a mixture, written by hand where settings do not say so."""

@@ -63,7 +63,7 @@ class ModelFacts:
 
     model: str  # directory, hub id or served name
     backend: str
-    dtype: str  # by the recipe
+    dtype: str | None  # by the recipe, or else by the plugin
     url: str | None = None  # without a password; None of a model in this process
     context: int | None = None  # longest sequence in tokens
     vocabulary: int | None = None  # entries of the output head
@@ -140,6 +140,7 @@ class PluginReport:
 
     version: int | None
     vllm: str | None
+    runner: str | None  # of vLLM's model runners
     kinds: Sequence[str]
     head: Mapping[str, Any] | None
 
@@ -192,7 +193,23 @@ class StudentReport:
     unmeasured: Mapping[str, str]  # reasons by measurement
 
 
-ModelReport = StudentReport | TeacherReport
+@dataclass(frozen=True)
+class ServedReport:
+    """A teacher's server, measured without a recipe."""
+
+    facts: ModelFacts
+    head_dtype: str | None  # of the logits, as the plugin says
+    head_bfloat16: bool | None  # its log-probs show logits rounded to bfloat16
+    plugin: PluginReport | None
+    max_logprobs: int | None  # largest K in JSON; the plugin has no limit
+    sampled_logprob: float | None  # mean of some tokens, in nats, where it sampled them
+    scored_logprob: float | None  # and where it scored them
+    throughput: Sequence[Throughput]  # by column
+    wrong_answers: Sequence[str]  # that no model can have given
+    unmeasured: Mapping[str, str]  # reasons by measurement
+
+
+ModelReport = StudentReport | TeacherReport | ServedReport
 
 
 @dataclass(frozen=True)
@@ -217,9 +234,11 @@ class ProbeReport:
 
     findings: Sequence[CheckResult]  # the preflight's in order, then those about a step
     recommendations: Sequence[str] = ()
-    step: StepForecast | None = None  # None where the models could not be opened
-    student: StudentReport | None = None  # likewise
-    teachers: Mapping[str, TeacherReport] = field(default_factory=dict)  # by table of the recipe
+    # None where the models could not be opened, or without a recipe
+    step: StepForecast | None = None
+    student: StudentReport | None = None
+    # by table of the recipe
+    teachers: Mapping[str, TeacherReport | ServedReport] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -396,7 +396,7 @@ def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) 
         if facts.url is not None:
             remedy = 'start its server with --hf-overrides \'{"head_dtype": "float32"}\''
         yield f"its logits are rounded to bfloat16, up to 0.06 nat each; {remedy} for exact ones."
-    tolerance = TOLERANCES["bfloat16" if teacher.head_bfloat16 else facts.dtype]
+    tolerance = TOLERANCES["bfloat16" if teacher.head_bfloat16 else facts.dtype or "float32"]
     if teacher.agreement is not None and teacher.agreement.largest > tolerance:
         yield (
             f"its log-probs differ from those of the checkpoint {facts.model} by up to "

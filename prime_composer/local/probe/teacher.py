@@ -246,7 +246,7 @@ def measure_column(
     speed = found.attempt(name, lambda: tokens_per_second(target, k, seconds))
     if speed is None:
         return Throughput(str(k), refused=found.unmeasured[name])
-    return Throughput(str(k), speed, target.share * step_tokens / speed)
+    return Throughput(str(k), speed, target.share * step_tokens / speed if step_tokens else None)
 
 
 def tokens_per_second(target: Target, k: SupportSize, seconds: float) -> float:
@@ -269,7 +269,7 @@ def plugin_report(found: Attempts, scorer: Scorer | None) -> PluginReport | None
     if "scoring plugin" in found.unmeasured:
         return None
     if client is None or client.facts is None:
-        return PluginReport(None, None, [], None)
+        return PluginReport(None, None, None, [], None)
 
     def head() -> dict[str, Any]:
         facts = scorer.served_head().facts()
@@ -279,6 +279,7 @@ def plugin_report(found: Attempts, scorer: Scorer | None) -> PluginReport | None
     return PluginReport(
         version=client.version,
         vllm=client.facts.vllm,
+        runner=client.facts.runner,
         kinds=client.facts.kinds,
         head=found.attempt("output head", head),
     )

@@ -58,26 +58,25 @@ METRICS = "xtok"
 """Begins the names of metrics."""
 
 
-def branches_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-    """Yield each rollout and branch that have these tokens."""
+def branches_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Iterator[tuple[Any, int, Any]]:
+    """Yield each rollout and branch that have these tokens, with the branch's number."""
     asked = list(token_ids)
     for trace in traces:
-        for branch in trace.branches:
+        for number, branch in enumerate(trace.branches):
             # A branch joins the tokens of its nodes whenever it is asked for them.
             length = sum(len(node.token_ids) for node in branch.nodes)
             if length == len(asked) and list(branch.token_ids) == asked:
-                yield trace, branch
+                yield trace, number, branch
 
 
 def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any]:
     """Return the rollout and its branch that have these tokens."""
-    found = next(branches_of(traces, token_ids), None)
-    if found is None:
-        raise ValueError(
-            "prime-rl asks a teacher with prompts of its own for tokens of no branch of the "
-            f"rollout, so their messages are unknown. {DOCTOR}"
-        )
-    return found
+    for trace, _, branch in branches_of(traces, token_ids):
+        return trace, branch
+    raise ValueError(
+        "prime-rl asks a teacher with prompts of its own for tokens of no branch of the "
+        f"rollout, so their messages are unknown. {DOCTOR}"
+    )
 
 
 def turns_of(branch: Any) -> Iterator[tuple[list[int], list[Any], Any]]:
@@ -155,9 +154,17 @@ def sampled_of(branch: Any) -> Bool[Tensor, " seq"]:
 
 
 def read_of(traces: Sequence[Any], token_ids: Sequence[int]) -> Bool[Tensor, " seq"] | None:
-    """Return which tokens' scores are read; None where no rollout has these tokens."""
-    found = next(branches_of(traces, token_ids), None)
-    return None if found is None else sampled_of(found[1])
+    """Return which tokens' scores are read; None where no rollout has these tokens.
+
+    A turn that several branches share trains in the first of them, and keeps the scores that it got
+    there (559b4477 orchestrator/trajectories.py:69, algo/routing.py:37).
+    """
+    for trace, number, branch in branches_of(traces, token_ids):
+        earlier = {id(node) for other in trace.branches[:number] for node in other.nodes}
+        return torch.tensor(
+            [trains and id(node) not in earlier for node in branch.nodes for trains in node.mask]
+        )
+    return None
 
 
 def rollout_of(trace: Any, branch: Any) -> Rollout:

@@ -1,0 +1,110 @@
+"""Measure a teacher's server by its URL alone, before there is a recipe."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
+from prime_composer.local.preflight import CheckResult, one_line
+from prime_composer.local.probe.report import (
+    Attempts,
+    ModelFacts,
+    ProbeReport,
+    ServedReport,
+    SupportSize,
+)
+from prime_composer.local.probe.teacher import (
+    Target,
+    is_bfloat16_like,
+    measure_column,
+    plugin_report,
+)
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.urls import public_url
+from prime_composer.step.batch import Sample
+from prime_composer.teachers.client import OWN_TOKENS
+from prime_composer.teachers.compatibility import PROBES, OwnLogprobs, check_own_scores
+from prime_composer.teachers.server import ServerScorer
+
+COLUMNS: tuple[SupportSize, ...] = (1, 32, "states")
+
+SEQUENCES, TOKENS = 32, 512  # That speeds are measured on, at most
+
+PLAIN_IDS = range(1, 65)  # Of the sequences, where a server does not say how it reads a text
+
+
+def probe_server(scorer: ServerScorer, url: str, seconds: float) -> ProbeReport:
+    """Measure a server, each column for ``seconds``. A failure is a result."""
+    found, window = Attempts(), scorer.limits.max_model_len or TOKENS
+    plugin = plugin_report(found, scorer)
+    facts = ModelFacts(
+        model=scorer.model,
+        backend="server",
+        dtype=scorer.dtype,
+        url=public_url(url),
+        context=scorer.limits.max_model_len,
+        vocabulary=scorer.limits.vocab_size,
+    )
+    samples = samples_of(scorer, min(TOKENS, window - 1))
+
+    def ask(some: Sequence[Sample], k: int | Literal["full"], hidden: bool) -> list[Scores]:
+        return scorer.score([sample.rollout for sample in some], k, hidden=hidden)
+
+    target = Target("teacher", facts, scorer, ask, samples, 1.0, lambda: None)
+    speeds = [measure_column(found, target, column, seconds, 0) for column in COLUMNS]
+    top = found.attempt("output head", lambda: ask(samples[:1], 4, False))
+    prompt = samples[0].rollout.token_ids[: max(1, window - 1 - OWN_TOKENS)].tolist()
+    own = found.attempt("own scores", lambda: scorer.own_logprobs(prompt))
+    report = ServedReport(
+        facts=facts,
+        head_dtype=scorer.head_dtype,
+        head_bfloat16=None if top is None else is_bfloat16_like(top[0].teacher_logprobs),
+        plugin=plugin,
+        max_logprobs=found.attempt("max logprobs", scorer.largest_k),
+        sampled_logprob=None if own is None else float(own.sampled.mean()),
+        scored_logprob=None if own is None else float(own.scored.mean()),
+        throughput=speeds,
+        wrong_answers=found.wrong_answers,
+        unmeasured=found.unmeasured,
+    )
+    findings = list(findings_of(own, report))
+    return ProbeReport(findings, [*advice_on(report)], teachers={"teacher": report})
+
+
+def samples_of(scorer: ServerScorer, length: int) -> list[Sample]:
+    """Return sequences of so many tokens, no two of which begin alike."""
+    ids = [one for text in PROBES for one in scorer.tokenize(text) or ()] or [*PLAIN_IDS]
+    ids = ids * (1 + (length + SEQUENCES) // len(ids))
+    sequences = [torch.tensor(ids[at : at + length]) for at in range(SEQUENCES)]
+    return [Sample(Rollout.not_sampled(one, 1, "length"), Problem("", "")) for one in sequences]
+
+
+def findings_of(own: OwnLogprobs | None, report: ServedReport) -> Iterator[CheckResult]:
+    """Yield whether the server's answers may be true ones."""
+    wrong = report.wrong_answers
+    yield CheckResult("answers", "failed" if wrong else "ok", wrong[0] if wrong else "")
+    name = "scores of what it samples"
+    try:
+        not_compared = check_own_scores(own)
+    except ValueError as error:
+        yield CheckResult(name, "failed", one_line(error))
+    else:
+        yield CheckResult(name, "skipped" if not_compared else "ok", not_compared)
+
+
+def advice_on(report: ServedReport) -> Iterator[str]:
+    """Yield how to start the server for exact numbers and for speed."""
+    plugin, k = report.plugin, report.max_logprobs
+    if report.head_bfloat16:
+        yield (
+            "its logits are rounded to bfloat16, up to 0.06 nat each: start it with --hf-overrides "
+            '\'{"head_dtype": "float32"}\'.'
+        )
+    if plugin is None or plugin.version is None:
+        allowed = "" if k is None else f", for K of at most {k} (--max-logprobs)"
+        yield (
+            f"it has no scoring plugin and answers in JSON{allowed}, without hidden states: start "
+            f"it with `prime-rl teacher --model {report.facts.model}`."
+        )
