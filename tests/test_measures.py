@@ -16,8 +16,8 @@ WORDS = {
     "recipes/README.md": 4500,
     "recipes/results.md": 3000,
     "prime_composer/upstream/README.md": 3000,
-    "tests/faults/README.md": 2600,
-    "tests/README.md": 1450,
+    "tests/faults/README.md": 2500,
+    "tests/README.md": 1200,
 }
 
 
