@@ -4,18 +4,17 @@ This file imports no other file of the package.
 """
 
 import difflib
-import functools
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 
 class Table(BaseModel):
-    """A table: unknown keys are refused, numbers are finite and no booleans, values never change.
+    """A table: unknown keys are refused, numbers are finite, values never change.
 
     A string is read as a number where one is expected: prime-rl's command line passes strings. A
     URL is no path.
@@ -25,38 +24,24 @@ class Table(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    def refusals(self) -> Iterator[str]:
+        """Yield what of its keys does not go together, each with the remedy."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> "Table":
+        for why in self.refusals():
+            raise ValueError(why)
+        return self
+
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_other_kind(cls, value: Any, info: Any) -> Any:
+    def _is_no_url(cls, value: Any, info: Any) -> Any:
         annotation: Any = cls.model_fields[info.field_name].annotation
-        if _has_boolean(value) and _takes_numbers_alone(annotation):
-            raise ValueError("true and false are no numbers; write a number")
         # A URL may have a password, which is no longer told from the rest of a path.
         if isinstance(value, str) and "://" in value and Path in _leaves(annotation):
             raise ValueError("a URL is no path; write the path of a file or folder")
         return value
-
-
-def _has_boolean(value: Any) -> bool:
-    waiting = [value]  # no recursion: a value may be nested as deep as its parser allows
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, bool):
-            return True
-        if isinstance(item, Mapping):
-            waiting += item.values()
-        elif isinstance(item, list | tuple):
-            waiting += item
-    return False
-
-
-@functools.cache
-def _takes_numbers_alone(annotation: Any) -> bool:
-    """Whether the values of a type may be numbers, and nowhere booleans. Tables check their own."""
-    leaves = _leaves(annotation)
-    booleans = bool in leaves or Any in leaves
-    tables = any(isinstance(leaf, type) and issubclass(leaf, BaseModel) for leaf in leaves)
-    return bool({int, float} & leaves) and not booleans and not tables
 
 
 def _leaves(annotation: Any) -> set[Any]:

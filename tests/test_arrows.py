@@ -66,7 +66,8 @@ OF_UPSTREAM = {
 NAME_OF_A_MODULE = re.compile(r"prime_composer(\.\w+)+(:\w+)?")
 DYNAMIC = {"import_module", "__import__"}
 NAMES_A_PARAMETER = {
-    "prime_composer.__init__", "prime_composer.tables", "prime_composer.upstream.autoload",
+    "prime_composer.__init__", "prime_composer.cli.commands", "prime_composer.tables",
+    "prime_composer.upstream.autoload",
     "prime_composer.upstream.versions.config_fields", "prime_composer.upstream.trainer.adapter",
     "prime_composer.upstream.orchestrator.hooks",
 }  # fmt: skip

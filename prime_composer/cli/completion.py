@@ -26,8 +26,8 @@ ENDS = {
 """Where shtab's script tells the shell the name of the command."""
 
 
-def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a shell, "bash" or "zsh", for the whole program's parser."""
+def completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    """Print the completion script of a shell, "bash" or "zsh", for the whole program's parser."""
     try:
         import shtab
     except ImportError:
@@ -42,7 +42,8 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     parser.prog = first
     text = shtab.complete(parser, shell=shell, preamble=PREAMBLE if shell == "bash" else "")
     text = text.replace(ENDS[shell], f"{ENDS[shell]} {second}")
-    return text.replace(f"#compdef {first}\n", f"#compdef {first} {second}\n")
+    print(text.replace(f"#compdef {first}\n", f"#compdef {first} {second}\n"))
+    return 0
 
 
 def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -45,12 +45,10 @@ def distill(
         ImportError: a library is missing; the message names the pip line.
     """
     set_environment()
-    from prime_composer.cli.progress import Screen
+    from prime_composer.cli.runs import train_in
     from prime_composer.local.requirements import check_requirements
     from prime_composer.local.run_dir import RunRequest, claim_run_dir
     from prime_composer.local.sources import load_sources
-    from prime_composer.local.train import train
-    from prime_composer.tiny_models.cache import prepare_models
 
     named = Path(recipe) if isinstance(recipe, str | PathLike) else Path("distill")
     read = read_recipe_of(recipe, rows is not None)
@@ -60,12 +58,7 @@ def distill(
     folder = read.output_dir if output_dir is None else str(output_dir)
     request = RunRequest(read, named, folder, resume=resume, overwrite=overwrite)
     with claim_run_dir(request) as claim:
-        checkpoint = claim.run_dir.checkpoint
-        done = checkpoint.step if checkpoint else 0
-        with Screen(total=read.trainer.steps, done=done) as screen:
-            screen.status(claim.run_dir.describe())
-            paths = prepare_models(read, problems, progress=screen.preparing)
-            return train(read, problems, paths, claim.path, screen, checkpoint, claim.begin)
+        return train_in(claim, read, problems)
 
 
 def read_recipe_of(recipe: AnyRecipe, takes_rows: bool) -> Recipe:

@@ -1,6 +1,5 @@
 """Run one island of a recipe with [diloco], all of them on this machine, or their lighthouse."""
 
-import argparse
 import os
 import shlex
 import signal
@@ -29,20 +28,20 @@ from prime_composer.recipe.loading import load_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 
 
-def load_islands(config: str, overrides: Sequence[str]) -> tuple[Recipe, DilocoConfig]:
-    """Return a recipe, and its ``[diloco]``."""
-    recipe = load_recipe(config, overrides)
+def islands_of(recipe: Recipe, path: str | Path) -> DilocoConfig:
+    """Return the ``[diloco]`` of a recipe."""
     if recipe.diloco is None:
         raise RecipeError(
-            f"{config} has no islands: add a table [diloco] with replicas = 2, or --set "
+            f"{path} has no islands: add a table [diloco] with replicas = 2, or --set "
             "diloco.replicas=2"
         )
-    return recipe, recipe.diloco
+    return recipe.diloco
 
 
 def serve_lighthouse(config: str, overrides: Sequence[str], host: str, port: int) -> int:
     """Run the lighthouse of a recipe until a signal ends it."""
-    recipe, diloco = load_islands(config, overrides)
+    recipe = load_recipe(config, overrides)
+    diloco = islands_of(recipe, config)
     words = ["--config", config, *(word for item in overrides for word in ("--set", item))]
     with open_lighthouse(recipe, host, port) as listening:
         url = listening.replace("0.0.0.0", "ADDRESS_OF_THIS_MACHINE")
@@ -57,39 +56,44 @@ def serve_lighthouse(config: str, overrides: Sequence[str], host: str, port: int
     return 0
 
 
-def rl_islands(args: argparse.Namespace, command: str) -> int:
-    """Run one island or all of them, as the options of ``rl`` ask."""
-    recipe, diloco = load_islands(args.config, args.overrides)
-    folder = args.output_dir or recipe.output_dir or str(Path("outputs") / Path(args.config).stem)
-    how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
-    index, replicas = args.island or 0, diloco.replicas
-    if args.islands not in (None, replicas) or not 0 <= index < replicas:
+def run_islands(
+    request: RunRequest,
+    island: int | None,
+    lighthouse: str | None,
+    islands: int | None,
+    dry_run: bool,
+) -> int:
+    """Run one island of a recipe, or all of them."""
+    replicas = islands_of(request.recipe, request.recipe_path).replicas
+    index = island or 0
+    if islands not in (None, replicas) or not 0 <= index < replicas:
         raise RecipeError(
             f"the recipe has diloco.replicas = {replicas}: give --islands {replicas}, or --island "
             f"with one of 0 to {replicas - 1}, or another number by --set diloco.replicas=N"
         )
-    request = RunRequest(recipe, Path(args.config), folder, **how, island=index)
-    if args.dry_run:
+    folder = request.output_dir or str(Path("outputs") / request.recipe_path.stem)
+    request = replace(request, output_dir=folder, island=index)
+    if dry_run:
         print(f"{replicas} islands, each a run like this one in a folder of its own:")
         return plan_local(request)
-    if args.islands is None:
-        words = shlex.join(["--island", str(index), "--lighthouse", args.lighthouse])
-        return run_island(request, args.lighthouse, f"{command} {words}")
-    command += f" --output-dir {shlex.quote(folder)}"
-    options = shlex.split(command.removeprefix(program()))
-    options += [f"--{name}" for name in ("resume", "overwrite") if how[name]]
-    options += [] if args.step is None else ["--step", str(args.step)]
+    if lighthouse is not None:
+        words = shlex.join(["--island", str(index), "--lighthouse", lighthouse])
+        return run_island(replace(request, command=f"{request.command} {words}"), lighthouse)
+    options = shlex.split(request.command.removeprefix(program())) + ["--output-dir", folder]
+    options += ["--resume"] * request.resume + ["--overwrite"] * request.overwrite
+    options += [] if request.step is None else ["--step", str(request.step)]
     status = 1
     try:
-        with open_lighthouse(recipe, "127.0.0.1", 0) as url:
+        with open_lighthouse(request.recipe, "127.0.0.1", 0) as url:
             status = run_here([*options, "--lighthouse", url], replicas)
         return status
     finally:
         if status:
-            print(f"continue all of them with\n    {command} --islands {replicas} --resume")
+            all_of_them = replace(request, command=f"{request.command} --islands {replicas}")
+            print(f"all islands: {all_of_them.how_to_continue(Path(folder, request.folder))}")
 
 
-def run_island(request: RunRequest, lighthouse: str, command: str) -> int:
+def run_island(request: RunRequest, lighthouse: str) -> int:
     """Meet the other islands, and run this one as ``run_local`` runs a recipe."""
     check_requirements(request.recipe)
     run_dir = choose_run_dir(request)
@@ -103,7 +107,7 @@ def run_island(request: RunRequest, lighthouse: str, command: str) -> int:
         step = island.join(starts)
         if step is not None and run_dir.checkpoint is not None:
             request = replace(request, step=step)
-        return run_local(request, command, island=island)
+        return run_local(request, island)
 
 
 def run_here(words: Sequence[str], replicas: int) -> int:

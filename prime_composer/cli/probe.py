@@ -22,6 +22,7 @@ from prime_composer.local.probe.run import OPENING, SECONDS_PER_COLUMN, probe
 from prime_composer.local.probe.served import probe_server
 from prime_composer.local.requirements import check_models
 from prime_composer.local.sources import load_sources
+from prime_composer.recipe.loading import load_recipe
 from prime_composer.recipe.schema import Recipe
 from prime_composer.recipe.urls import public_url
 from prime_composer.teachers.server import ServerScorer
@@ -56,32 +57,38 @@ TITLES = {
 SHOWN = 8  # Entries of a list in one cell
 
 
-def run_probe(recipe: Recipe, as_json: bool) -> int:
-    """Prepare a recipe's small models, measure, and print tables or one JSON object."""
-    return show(_measured(recipe), as_json)
-
-
-def run_probe_of_server(url: str, model: str | None, as_json: bool) -> int:
-    """Measure a teacher's server without a recipe, and print tables or one JSON object."""
-    with redirect_stdout(sys.stderr), Screen(total=1) as screen:
-        screen.status(f"measuring {public_url(url)}")
-        with closing(ServerScorer(url, model, section="--teacher", status=screen.status)) as scorer:
-            report = probe_server(scorer, url, SECONDS_PER_COLUMN)
-    return show(report, as_json)
-
-
-def show(report: ProbeReport, as_json: bool) -> int:
-    """Print a report as tables or as one JSON object, and return the exit status."""
-    if not as_json:
+def run_probe(
+    config: str | None,
+    teacher: str | None,
+    model: str | None,
+    json_output: bool,
+    overrides: Sequence[str],
+) -> int:
+    """Measure a recipe's models, or a server; print tables or one JSON object."""
+    if (config is None) == (teacher is None):
+        raise ValueError("give --config FILE, a recipe, or --teacher URL, a server")
+    if teacher is not None:
+        report = _measured_server(teacher, model)
+    else:
+        report = _measured(load_recipe(str(config), overrides))
+    if not json_output:
         print_probe(report)
     for finding in report.findings:
         if finding.state == "failed":
             print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
-    if as_json:
+    if json_output:
         # JSON has neither NaN nor infinities: what reads them gives None.
         found = json.loads(json.dumps(serialized(report)), parse_constant=lambda _: None)
         print(json.dumps(found, indent=2, allow_nan=False))
     return 0 if report.passed else 1
+
+
+def _measured_server(url: str, model: str | None) -> ProbeReport:
+    """Return what is measured of a teacher's server without a recipe."""
+    with redirect_stdout(sys.stderr), Screen(total=1) as screen:
+        screen.status(f"measuring {public_url(url)}")
+        with closing(ServerScorer(url, model, section="--teacher", status=screen.status)) as scorer:
+            return probe_server(scorer, url, SECONDS_PER_COLUMN)
 
 
 def _measured(recipe: Recipe) -> ProbeReport:

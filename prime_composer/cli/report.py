@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prime_composer.cli.program import program
 from prime_composer.cli.quantities import (
     COUNTS,
     MISSING,
@@ -166,6 +167,20 @@ def shown(text: str) -> Text:
         return Text(letters)
     more = len(letters) - LETTERS_SHOWN
     return Text(f"{letters[:LETTERS_SHOWN]} … ({more:,} more letters)")
+
+
+def report(runs: Sequence[str], output: str | None, log_kl: bool) -> int:
+    """Print the table of runs, and draw them."""
+    from prime_composer.cli.figures import draw_report
+    from prime_composer.upstream.launches import missing
+
+    for sentence in [each for run in runs for each in missing(Path(run))]:
+        print(f"{program()} report: {sentence}", file=sys.stderr)
+    figure = Path(output) if output else Path(runs[0]) / "report.png"
+    print_report(runs)
+    draw_report(runs, figure, log_kl)
+    print(f"figure: {figure}")
+    return 0
 
 
 def print_report(runs: Sequence[str | Path]) -> None:

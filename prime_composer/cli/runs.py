@@ -3,12 +3,11 @@
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_composer.backends.lora.adapter import CONFIG
 from prime_composer.cli.program import program
-from prime_composer.local.checkpoint import list_checkpoints, resume_options
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.disk import describe_error
 from prime_composer.local.requirements import check_requirements
 from prime_composer.local.run_dir import (
@@ -29,66 +28,60 @@ if TYPE_CHECKING:
     from prime_composer.local.outcome import Outcome
 
 
-def run_local(request: RunRequest, command: str, island: "Island | None" = None) -> int:
+def run_local(request: RunRequest, island: "Island | None" = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status."""
     check_island(request.recipe.diloco, island is not None)
     check_requirements(request.recipe)
     problems = load_sources(request.recipe)
-    with claim_run_dir(request) as claim:
-        print(claim.run_dir.describe(), flush=True)
-        try:
-            return _run(request, problems, claim, command, island)
-        except KeyboardInterrupt:
-            print(f"\n{how_to_go_on(request, claim.path, command)}", file=sys.stderr)
-            raise
-
-
-def _run(
-    request: RunRequest,
-    problems: ProblemSet,
-    claim: HeldRunDir,
-    command: str,
-    island: "Island | None",
-) -> int:
-    from prime_composer.cli.progress import Screen
     from prime_composer.local.outcome import RunStopped
-    from prime_composer.local.train import train
     from prime_composer.step.gradients import NonFiniteLoss
 
-    recipe, path, checkpoint = request.recipe, claim.path, claim.run_dir.checkpoint
-    done = checkpoint.step if checkpoint else 0
-    with Screen(total=recipe.trainer.steps, done=done) as screen:
+    with claim_run_dir(request) as claim:
+        path = claim.path
         try:
-            paths = prepare_models(recipe, problems, progress=screen.preparing)
-            outcome = train(recipe, problems, paths, path, screen, checkpoint, claim.begin, island)
+            outcome = train_in(claim, request.recipe, problems, island)
+        except KeyboardInterrupt:
+            print(f"\n{request.how_to_continue(path)}", file=sys.stderr)
+            raise
         except NonFiniteLoss as error:
-            screen.close()
-            checkpoints = list_checkpoints(path)
-            remedy = "there is no checkpoint yet"
-            if checkpoints:
-                remedy = f"the last good checkpoint is {checkpoints[-1].path}"
+            good = [f"the last good checkpoint is {one.path}" for one in list_checkpoints(path)]
+            remedy = (good or ["there is no checkpoint yet"])[-1]
             print(f"{program()} rl: {error}; {remedy}", file=sys.stderr)
             return 1
         except RunStopped as error:
             if error.checkpoint is None:
                 raise
-            line = line_to_resume(request, path, command, error.step)
-            raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
-    drawn = (island is None or island.evaluates) and _show(outcome, recipe)
-    if outcome.interrupted:
-        print(f"stopped after step {outcome.steps}; {how_to_go_on(request, path, command)}")
-        return 128 + (outcome.signum or signal.SIGINT)
-    names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
-    contents = ", ".join(name for name in names if (path / name).exists())
-    print(f"run directory: {path} ({contents})")
-    if drawn:
-        print(f"plot: {path / REPORT_FILE}")
-    if outcome.student is not None:
-        what = "Hugging Face directory"
-        if (outcome.student / CONFIG).exists():
-            what = "LoRA adapter"
-        print(f"student: {outcome.student} (a {what})")
-    return 0
+            how = request.how_to_continue(path, error.checkpoint.step, error.verified)
+            raise ValueError(f"{error.reason}; {how}") from error
+        drawn = (island is None or island.evaluates) and _show(outcome, request.recipe)
+        if outcome.interrupted:
+            print(f"stopped after step {outcome.steps}; {request.how_to_continue(path)}")
+            return 128 + (outcome.signum or signal.SIGINT)
+        names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
+        contents = ", ".join(name for name in names if (path / name).exists())
+        print(f"run directory: {path} ({contents})")
+        if drawn:
+            print(f"plot: {path / REPORT_FILE}")
+        if (student := outcome.student) is not None:
+            what = "LoRA adapter" if (student / CONFIG).exists() else "Hugging Face directory"
+            print(f"student: {student} (a {what})")
+        return 0
+
+
+def train_in(
+    claim: HeldRunDir, recipe: Recipe, problems: ProblemSet, island: "Island | None" = None
+) -> "Outcome":
+    """Prepare a recipe's models, and train it in a directory, before the user's eyes."""
+    from prime_composer.cli.progress import Screen
+    from prime_composer.local.train import train
+
+    done = claim.checkpoint.step if claim.checkpoint else 0
+    with Screen(total=recipe.trainer.steps, done=done) as screen:
+        screen.status(claim.describe())
+        paths = prepare_models(recipe, problems, progress=screen.preparing)
+        return train(
+            recipe, problems, paths, claim.path, screen, claim.checkpoint, claim.begin, island
+        )
 
 
 def _show(outcome: "Outcome", recipe: Recipe) -> bool:
@@ -112,22 +105,6 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
             file=sys.stderr,
         )
     return False
-
-
-def how_to_go_on(request: RunRequest, run_dir: Path, command: str) -> str:
-    """Say what of a stopped run is saved, and how it continues."""
-    if checkpoints := list_checkpoints(run_dir):
-        step = checkpoints[-1].step
-        line = line_to_resume(request, run_dir, command, step)
-        return f"step {step} is saved; continue with\n    {line}"
-    return "nothing is saved yet; the same command starts over"
-
-
-def line_to_resume(request: RunRequest, run_dir: Path, command: str, step: int) -> str:
-    """Return the command line that continues a run from one of its checkpoints, to be pasted."""
-    named = run_dir.parent if request.folder else run_dir  # of all islands, where it has them
-    where = f"--output-dir {shlex.quote(str(named))}"
-    return f"{command} {where} {resume_options(run_dir, step)}"
 
 
 def plan_local(request: RunRequest) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from prime_composer.cli.program import program
-from prime_composer.cli.study_file import StudyConfig, StudyRun, is_finished, load_study
+from prime_composer.cli.study_file import StudyRun, is_finished, load_study
 from prime_composer.cli.study_report import summary, write_report
 from prime_composer.local.run_dir import RunRequest, choose_run_dir, claim_run_dir
 from prime_composer.local.signals import Stopped
@@ -25,10 +25,45 @@ from prime_composer.recipe.schema import RecipeError
 Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
-def plan_study(path: Path, output_dir: str | None, changes: Sequence[str], overwrite: bool) -> int:
-    """Check what ``run_study`` would check before a model is loaded, and print what it would do."""
-    study, runs = load_study(path, output_dir, changes)
-    print(introduction(study, runs))
+def study(
+    config: str,
+    output_dir: str | None,
+    jobs: int,
+    overwrite: bool,
+    dry_run: bool,
+    overrides: Sequence[str],
+) -> int:
+    """Run what is missing of a study, draw and print the comparison, and return the exit status.
+
+    A run that diverges is named at the end, and the others continue. A wrong set-up stops the
+    study. A signal stops it after the current step, and compares the finished runs.
+    """
+    compared, runs = load_study(config, output_dir, overrides)
+    sizes = f"{len(compared.items_of)} variants, {len(compared.seeds)} seeds"
+    print(f"study: {sizes}, in {runs[0].run_dir.parent}", flush=True)
+    if dry_run:
+        return plan_study(runs, overwrite)
+    if overwrite:
+        delete(runs)
+    failed: list[str] = []
+    stopped_by = 0
+    try:
+        run_all(runs, jobs, failed)
+    except KeyboardInterrupt as error:
+        stopped_by = signum_of(error)
+    write_report(compared, runs)
+    if failed:
+        names = ", ".join(failed)
+        print(f"{program()} study: failed: {names}; the table leaves them out", file=sys.stderr)
+    if stopped_by:
+        without = ", without --overwrite," if overwrite else ""
+        print(f"stopped; the same command{without} continues this study")
+        return 128 + stopped_by
+    return 1 if failed else 0
+
+
+def plan_study(runs: Sequence[StudyRun], overwrite: bool) -> int:
+    """Check what ``study`` would check before a model is loaded, and print what it would do."""
     left, rollouts = [], 0
     for run in runs:
         if not overwrite and is_finished(run):
@@ -46,41 +81,6 @@ def plan_study(path: Path, output_dir: str | None, changes: Sequence[str], overw
     print(f"{len(left)} of {len(runs)} runs are left, at most {rollouts:,} rollouts")
     print("dry run: nothing was run, nothing was written")
     return 0
-
-
-def run_study(
-    path: Path, output_dir: str | None, jobs: int, changes: Sequence[str], overwrite: bool
-) -> int:
-    """Run what is missing of a study, draw and print the comparison, and return the exit status.
-
-    A run that diverges is named at the end, and the others continue. A wrong set-up stops the
-    study. A signal stops it after the current step, and compares the finished runs.
-    """
-    study, runs = load_study(path, output_dir, changes)
-    print(introduction(study, runs), flush=True)
-    if overwrite:
-        delete(runs)
-    failed: list[str] = []
-    stopped_by = 0
-    try:
-        run_all(runs, jobs, failed)
-    except KeyboardInterrupt as error:
-        stopped_by = signum_of(error)
-    write_report(study, runs)
-    if failed:
-        names = ", ".join(failed)
-        print(f"{program()} study: failed: {names}; the table leaves them out", file=sys.stderr)
-    if stopped_by:
-        without = ", without --overwrite," if overwrite else ""
-        print(f"stopped; the same command{without} continues this study")
-        return 128 + stopped_by
-    return 1 if failed else 0
-
-
-def introduction(study: StudyConfig, runs: Sequence[StudyRun]) -> str:
-    """Return the first line: what is compared, and where the runs are."""
-    sizes = f"{len(study.items_of)} variants, {len(study.seeds)} seeds"
-    return f"study: {sizes}, in {runs[0].run_dir.parent}"
 
 
 def wish_of(run: StudyRun, overwrite: bool) -> RunRequest:

@@ -3,12 +3,12 @@
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.recipe_file import (
@@ -66,24 +66,20 @@ class StudyConfig(Table):
     output_dir: str | None = None
     """Where the runs go; unset: outputs/<name of the study file>."""
 
-    @model_validator(mode="after")
-    def _names_its_variants(self) -> "StudyConfig":
+    def refusals(self) -> Iterator[str]:
         if self.variants and self.grid:
-            raise ValueError("[variants] and [grid.*]: keep one of them")
+            yield "[variants] and [grid.*]: keep one of them"
         for name in itertools.chain(*self.axes):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
-                raise ValueError(
+                yield (
                     f"{name!r} names a directory: letters, digits and . _ + - only, "
                     "and no sign first"
                 )
         count = len(self.combinations)
         if count < 2:
-            raise ValueError(
-                f"a study compares at least two variants, in [variants] or [grid.*]: {count}"
-            )
+            yield (f"a study compares at least two variants, in [variants] or [grid.*]: {count}")
         if len(self.items_of) < count:
-            raise ValueError("grid: two variants have the same name; rename a value of an axis")
-        return self
+            yield "grid: two variants have the same name; rename a value of an axis"
 
     @field_validator("seeds")
     @classmethod

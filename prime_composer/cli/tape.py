@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 MADE_EVERY = 16  # Batches between two lines of progress
 
 
+def tape(action: str, folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
+    """Make the tapes of a recipe, or check tapes."""
+    return {"make": tape_make, "check": tape_check}[action](folder, config, overrides)
+
+
 def tape_check(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
     """Compare every answer of tapes with its checksum; return 1 where one is damaged, else 0."""
     if (folder is None) == (config is None):

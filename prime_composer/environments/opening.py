@@ -1,13 +1,11 @@
 """Load environments of verifiers by their ids, and refuse those that cannot run in this process."""
 
-import difflib
 import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
@@ -135,21 +133,9 @@ def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
             module = config.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
             if find_spec(module) is not None:  # what it imports itself is missing
                 raise
-    near = difflib.get_close_matches(module, _installed_environments(), n=3)
-    nearest = f" The nearest installed: {', '.join(near)}." if near else ""
     owner, _, package = config.id.partition("@")[0].rpartition("/")
     install = f"prime env install {owner}/{package}" if owner else f"pip install {package}"
-    raise RecipeError(f"{where} is not installed.{nearest} Install it: {install}")
-
-
-def _installed_environments() -> list[str]:
-    """Return the installed packages that need verifiers, as the names of their modules."""
-    names = {
-        distribution.metadata["Name"].replace("-", "_").lower()
-        for distribution in metadata.distributions()
-        if any((line or "").startswith("verifiers") for line in distribution.requires or ())
-    }
-    return sorted(names - {"prime_composer"})
+    raise RecipeError(f"{where} is not installed. Install it: {install}")
 
 
 def _env_config(vf: Any, config: EnvironmentConfig, where: str) -> Any:

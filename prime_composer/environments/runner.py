@@ -22,7 +22,6 @@ from prime_composer.backends.errors import check_wanted
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure, outcome
 from prime_composer.environments.opening import LoadedEnvironment, as_recipe_error, error_line
-from prime_composer.environments.rendering import check_rendering, client_config
 from prime_composer.environments.tasks import Task
 from prime_composer.environments.token_endpoint import (
     MODEL,
@@ -31,6 +30,7 @@ from prime_composer.environments.token_endpoint import (
     deliver,
     serve_turns,
 )
+from prime_composer.recipe.schema import RecipeError
 
 CLOSING_SECONDS = 30.0  # Seconds that tool servers may take to stop
 
@@ -74,8 +74,7 @@ class Environments:
         self.room: int | None = None
         self.reads_messages = False
         self._asking: dict[str, tuple[Rounds, int]] = {}
-        for warning in check_rendering(environments, model, renderer):
-            status(f"warning: {warning}")
+        check_tool_calls(environments, model, renderer)
         self._loop = event_loop()
         self._stopping = asyncio.Event()
         url: Future[str] = Future()
@@ -205,3 +204,38 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop
+
+
+def check_tool_calls(
+    environments: Mapping[str, LoadedEnvironment], model: str, renderer: Mapping[str, Any]
+) -> None:
+    """Refuse a renderer that would read no tool call of the student, where there are tools."""
+    from renderers import create_renderer
+    from renderers.base import load_tokenizer
+
+    with as_recipe_error("[rollout] renderer"):
+        config = client_config("http://127.0.0.1", model, renderer).renderer
+        made = create_renderer(load_tokenizer(model), config)
+    for name, environment in environments.items():
+        if environment.has_tools and not getattr(made, "supports_tools", True):
+            raise RecipeError(
+                f"[environments.{name}] id = {environment.config.id!r} has tools, and the renderer "
+                f"of {model} reads no tool calls: name one in [rollout] renderer, for example "
+                "{ name = 'qwen3' }, or { name = 'default', tool_parser = 'qwen3' } for a chat "
+                "template with <tool_call>"
+            )
+
+
+def client_config(url: str, model: str, renderer: Mapping[str, Any]) -> Any:
+    """Return how verifiers' client for training asks the endpoint at a URL."""
+    import verifiers.v1 as vf
+
+    return vf.TrainClientConfig.model_validate(
+        {
+            "base_url": url,
+            # Any name but the default, which would read a configuration of the Prime CLI.
+            "api_key_var": "PRIME_COMPOSER_NO_API_KEY",
+            "renderer": dict(renderer) or None,
+            "renderer_model_name": model,
+        }
+    )

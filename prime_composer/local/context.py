@@ -59,21 +59,14 @@ def check_prompts(
                 "[data]."
             )
         needed = max(lengths, default=0) + config.max_tokens
-        if limit is None or not lengths or needed <= limit - RESERVED[reader]:
-            continue
-        remedy = (
-            "raise rollout.max_model_len (a server's --max-model-len) to "
-            f"{needed + RESERVED[reader]}, or lower rollout.max_tokens."
-        )
-        if config.max_model_len is None or limit < config.max_model_len:
-            remedy = (
-                "that is the model's window, or a server's --max-model-len: lower "
+        if limit is not None and lengths and needed > limit - RESERVED[reader]:
+            raise PreflightError(
+                f"The longest {kind} has {max(lengths)} tokens, with {config.max_tokens} new ones "
+                f"that is {needed}, and the {reader} takes {limit - RESERVED[reader]}; raise "
+                "rollout.max_model_len (a server's --max-model-len) to "
+                f"{needed + RESERVED[reader]} where the model's window has room for it, lower "
                 "rollout.max_tokens, or shorten the prompts ([data] prompt_chars)."
             )
-        raise PreflightError(
-            f"The longest {kind} has {max(lengths)} tokens, with {config.max_tokens} new ones that "
-            f"is {needed}, and the {reader} takes {limit - RESERVED[reader]}; {remedy}"
-        )
 
 
 def check_read_by_teacher(
@@ -126,16 +119,10 @@ def check_hinted_prompts(
         ("prompt", hinted, hinted + attempt + max_tokens, "attempt and response"),
         ("held-out prompt", best, best + max_tokens, "a response"),
     ):
-        lengths = (
-            f"The longest {kind} with its hint has {prompt} tokens, with {parts} up to {needed}"
-        )
-        if needed > limit:
+        if needed > min(limit, positions):
             raise PreflightError(
-                f"{lengths}; raise rollout.max_model_len from {limit} to {needed}, or shorten the "
-                "hint's template."
-            )
-        if needed > positions:
-            raise PreflightError(
-                f"{lengths}, and the student has only {positions} positions; shorten the hint's "
-                "template, or lower rollout.max_tokens."
+                f"The longest {kind} with its hint has {prompt} tokens, with {parts} up to "
+                f"{needed}, and the context has {limit}, the student {positions} positions; raise "
+                f"rollout.max_model_len to {needed}, shorten the hint's template, or lower "
+                "rollout.max_tokens."
             )

@@ -7,17 +7,19 @@ from prime_composer.local.checkpoint import Checkpoint, list_checkpoints
 
 
 class RunStopped(ValueError):
-    """An error that is not the recipe's ended a run after its start.
+    """An error that is not the recipe's ended a run after its start, for a ``reason``.
 
     Attributes:
-        step: the step to continue from; 0 where no checkpoint is there.
-        checkpoint: the checkpoint of that step; None where there is none.
+        checkpoint: the one to continue from; None where there is none.
+        verified: a step before it whose answers are verified, where its own are in doubt.
     """
 
-    def __init__(self, message: str, checkpoint: Checkpoint | None):
-        super().__init__(message)
-        self.step = 0 if checkpoint is None else checkpoint.step
-        self.checkpoint = checkpoint
+    def __init__(self, reason: str, checkpoint: Checkpoint | None, verified: int | None = None):
+        state = "no earlier step is saved"
+        if checkpoint is not None:
+            state = f"step {checkpoint.step} is saved in {checkpoint.path}"
+        super().__init__(f"{reason}; {state}")
+        self.reason, self.checkpoint, self.verified = reason, checkpoint, verified
 
 
 @dataclass

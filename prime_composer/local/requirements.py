@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -28,11 +27,11 @@ from prime_composer.backends.transformers import window
 from prime_composer.local.tracker import import_wandb
 from prime_composer.problems.metrics import require_library
 from prime_composer.recipe.backends import backend_of
-from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dropped
+from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # Unsharded weights; shards have an index
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def check_requirements(recipe: Recipe, hub: bool = True) -> None:
@@ -60,8 +59,6 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
             reason = why_unfit(model, table, hub)
             if reason is not None:
                 raise RecipeError(f"{origin} {reason}")
-            if isinstance(config.prepare, DamagedConfig):
-                _check_layers(config.prepare, table)
             limit = window(model) if longest else None
         # A teacher's own window is its limit, and `on_overflow` says what is beyond it.
         if table == "student" and limit is not None and limit < longest:
@@ -100,17 +97,6 @@ def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
     return f"[{table}] model = {config.model!r}", config.model
 
 
-def _check_layers(config: DamagedConfig, table: str) -> None:
-    sizes: Any = read_json(Path(config.source) / "config.json") or {}
-    layers = sizes.get("text_config", sizes).get("num_hidden_layers")
-    if not isinstance(layers, int):
-        return
-    try:
-        check_dropped(config.drop_layers, layers, config.source)
-    except ValueError as error:
-        raise RecipeError(f"[{table}.prepare] {error}") from None
-
-
 def why_unfit(model: str, table: str, hub: bool) -> str | None:
     """Return why a model that is named in a recipe cannot be loaded, as far as its files show."""
     folder = Path(model)
@@ -127,34 +113,23 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole."""
-    config = read_json(folder / "config.json")
-    if config is None:
-        there = (folder / "config.json").exists()
-        if (folder / CONFIG).exists():
+    """Return what a folder lacks to be a model in Hugging Face format; None where it has all."""
+    has_adapter = (folder / CONFIG).exists()
+    if read_json(folder / "config.json") is None:
+        if has_adapter:
             return (
                 "is a LoRA adapter, and no whole model: name its base here, and the adapter in "
                 "student.lora.start; or let a run write merged checkpoints (checkpoint.merge)"
             )
-        return "has a config.json that is no JSON object" if there else "has no config.json"
-    if (folder / CONFIG).exists():
+        return "has no config.json that is a JSON object"
+    if has_adapter:
         return (
             f"has an adapter beside a whole model ({CONFIG}), which transformers would add to it "
             "and vLLM would not: move the adapter's files to another folder"
         )
-    files = [folder / name for name in WEIGHTS if (folder / name).exists()]
+    files = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
     if not files:
-        indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]
-        if not indexes:
-            return "has no weights (model.safetensors, or its parts and their index)"
-        parts = (read_json(indexes[0]) or {}).get("weight_map")
-        if not isinstance(parts, dict) or not parts:
-            return f"has an index of weights, {indexes[0].name}, that names no file"
-        names = sorted({str(name) for name in parts.values()})
-        absent = [name for name in names if not (folder / name).is_file()]
-        if absent:
-            return f"lacks {len(absent)} of its {len(names)} files of weights, such as {absent[0]}"
-        files = [folder / name for name in names]
+        return "has no weights (model.safetensors, or its parts and their index)"
     for file in files:
         if file.suffix == ".safetensors" and not _is_whole(file):
             return f"has only a part of {file.name}; copy it again"

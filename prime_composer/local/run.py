@@ -14,7 +14,6 @@ from prime_composer.local.checkpoint import (
     CheckpointNotSaved,
     check_room,
     list_checkpoints,
-    resume_options,
     save_checkpoint,
     set_newer_aside,
     tensor_bytes,
@@ -41,8 +40,7 @@ from prime_composer.local.watch_metrics import (
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
-from prime_composer.recipe.schema import CheckpointConfig, Recipe
-from prime_composer.recipe.watchers import check_measured
+from prime_composer.recipe.schema import Recipe
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import gradient_shares
 from prime_composer.teachers.tokenizer_pair import check_pairs
@@ -229,7 +227,6 @@ class TrainingRun:
         if self.student.steps == 0 and self.evaluates:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
-            check_measured(self.recipe.trainer.until, self.evaluations[0])
             self.warn_unmeasured()
             if self.evaluator.teacher_answers:
                 self.keep(0, self.evaluator.teacher_answers, of="teacher")
@@ -269,7 +266,8 @@ class TrainingRun:
         except (ValueError, OSError, StepAbandoned) as error:
             stopped = self.leave(error)
             self.abandoned = isinstance(error, StepAbandoned)
-            if not self.abandoned or (stopped.step < self.student.steps and self.island is None):
+            saved = 0 if stopped.checkpoint is None else stopped.checkpoint.step
+            if not self.abandoned or (saved < self.student.steps and self.island is None):
                 raise stopped from error
             if doubts := self.watch.doubts(self.student.steps):
                 self.display.status(f"warning: {doubts}")
@@ -296,7 +294,7 @@ class TrainingRun:
     def save(self) -> None:
         """Write a checkpoint, after the metrics that it continues."""
         self.tracker.sync()
-        step, keep = self.student.steps, self.recipe.checkpoint.keep
+        step, keep = self.student.steps, self.recipe.kept_checkpoints
         state = self.student.state_dict()
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
@@ -325,17 +323,13 @@ class TrainingRun:
         reason = reason.rstrip(".")
         right = [one for one in list_checkpoints(self.run_dir) if one.step <= last_right]
         if not right:
-            return RunStopped(f"{reason}; no earlier step is saved", None)
-        chosen = right[-1]
-        state, choice = f"is safe in {chosen.path}", ""
-        if doubts := self.watch.doubts(chosen.step):
-            state = f"is saved in {chosen.path}, and {doubts}"
-            verified = [one.step for one in right if one.step <= self.watch.safe_step]
-            choice = f", or with --step {verified[-1]} from a verified one" if verified else ""
-        options = resume_options(self.run_dir, chosen.step)
-        return RunStopped(
-            f"{reason}; step {chosen.step} {state}; continue with {options}{choice}", chosen
-        )
+            return RunStopped(reason, None)
+        verified = None
+        if doubts := self.watch.doubts(right[-1].step):
+            reason += f"; {doubts}"
+            sure = [one.step for one in right if one.step <= self.watch.safe_step]
+            verified = sure[-1] if sure else None
+        return RunStopped(reason, right[-1], verified)
 
     def outcome(self) -> Outcome:
         steps = self.student.steps
@@ -377,7 +371,7 @@ def open_run(
         check_room(
             run_dir,
             checkpoint_bytes(engine),
-            checkpoints_at_once(recipe.checkpoint, student.steps, recipe.trainer.steps),
+            checkpoints_at_once(recipe, student.steps),
             resumed,
         )
         watch = open_watch(engine, recipe, status)
@@ -403,7 +397,7 @@ def open_run(
             evaluations = past_evaluations(logged)
             collapse = CollapseCheck.of_records(recipe.checks.collapse, logged)
             if resumed is not None:
-                tidy(run_dir, recipe.checkpoint.keep, kept_steps(watch, collapse, resumed))
+                tidy(run_dir, recipe.kept_checkpoints, kept_steps(watch, collapse, resumed))
             place = None if island is None else island.place
             tables, steps = (recipe.trainer, recipe.rollout, recipe.replay), recipe.trainer.steps
             collector, ahead = Collector(engine, *tables, island=place, watch=watch), None
@@ -436,10 +430,11 @@ def checkpoint_bytes(engine: Engine) -> int:
     )
 
 
-def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
+def checkpoints_at_once(recipe: Recipe, done: int) -> int:
     """Return how many checkpoints are on the disk at most, while one is written."""
-    written = sum(is_due(step, config.every, last) for step in range(done + 1, last + 1))
-    return min(config.keep + 1, written + (done > 0))
+    every, last = recipe.checkpoint.every, recipe.trainer.steps
+    written = sum(is_due(step, every, last) for step in range(done + 1, last + 1))
+    return min(recipe.kept_checkpoints + 1, written + (done > 0))
 
 
 def is_due(step: int, every: int, last: int) -> bool:

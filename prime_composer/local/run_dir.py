@@ -4,9 +4,10 @@ import errno
 import itertools
 import os
 import re
+import shlex
 import socket
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -69,6 +70,7 @@ class RunRequest:
     step: int | None = None  # of the checkpoint to continue from; None: the newest
     overwrite: bool = False  # delete the run that is there
     island: int | None = None  # its number; None without islands
+    command: str = ""  # the words that name the run again: recipe, engine, changes
 
     @property
     def folder(self) -> str:
@@ -78,6 +80,23 @@ class RunRequest:
     @property
     def tables(self) -> Tables:
         return self.recipe.model_dump(mode="json")
+
+    def how_to_continue(
+        self, run_dir: Path, step: int | None = None, verified: int | None = None
+    ) -> str:
+        """Say what of a run that ended early is saved, and the line to paste that continues it.
+
+        ``step`` is that of a checkpoint, the newest where it is None; ``verified`` one before it.
+        """
+        saved = [one.step for one in list_checkpoints(run_dir)]
+        if not saved:
+            return "nothing is saved yet; the same command starts over"
+        step = saved[-1] if step is None else step
+        named = run_dir.parent if self.folder else run_dir  # of all islands, where it has them
+        line = f"{self.command} --output-dir {shlex.quote(str(named))} --resume"
+        line += "" if step == saved[-1] else f" --step {step}"
+        choice = "" if verified is None else f" (from a verified step: --step {verified})"
+        return f"step {step} is saved; continue{choice} with\n    {line}"
 
 
 @dataclass(frozen=True)
@@ -128,22 +147,17 @@ def _choose(request: RunRequest) -> RunDir:
     return RunDir(free / request.folder)
 
 
-@dataclass
-class HeldRunDir:
+@dataclass(frozen=True, kw_only=True)
+class HeldRunDir(RunDir):
     """A run directory that this process holds until the block ends."""
 
-    run_dir: RunDir  # the directory
     tables: Tables  # the recipe of the run
     created: bool  # this process made the directory
-    _lock: FileLock = field(repr=False)
-
-    @property
-    def path(self) -> Path:
-        return self.run_dir.path
+    lock: FileLock
 
     def begin(self) -> None:
         """Delete what the run replaces, and write its recipe. Every check has passed by now."""
-        if self.run_dir.replaces:
+        if self.replaces:
             _clear(self.path)
         write_recipe(self.path, self.tables)
 
@@ -152,14 +166,14 @@ class HeldRunDir:
 
     def __exit__(self, error: object, *_: object) -> None:
         with suppress(OSError):
-            begun = self.run_dir.replaces or self.run_dir.checkpoint is not None
+            begun = self.replaces or self.checkpoint is not None
             if error is not None and not begun and _names(self.path) <= _FIRST | {RECIPE_FILE}:
                 # The lock goes last: whoever then takes the directory finds nothing of this run.
                 for name in (RECIPE_FILE, HOLDER_FILE, UNFINISHED, LOCK_FILE):
                     (self.path / name).unlink(missing_ok=True)
                 if self.created:
                     self.path.rmdir()
-        self._lock.release()
+        self.lock.release()
 
 
 def claim_run_dir(request: RunRequest) -> HeldRunDir:
@@ -186,7 +200,7 @@ def claim_run_dir(request: RunRequest) -> HeldRunDir:
             if numbered and isinstance(error, RecipeError):
                 continue
             raise
-        return HeldRunDir(run_dir, request.tables, created, lock)
+        return HeldRunDir(**vars(run_dir), tables=request.tables, created=created, lock=lock)
 
 
 def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
@@ -201,7 +215,6 @@ def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
     if not names:
         if request.resume:
             raise _no_checkpoint(path)
-        _check_writable(path)
         return RunDir(path)
     if request.overwrite:
         if RECIPE_FILE not in names:
@@ -227,16 +240,6 @@ def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
             reasons += [f"it holds other files ({', '.join(others[:3])})"] * bool(others)
             raise _no_checkpoint(path, f", and {' and '.join(reasons)}")
     raise _no_checkpoint(path) if request.resume else _taken(path)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a directory that cannot be made or written, before anything is prepared."""
-    while not path.exists():
-        path = path.parent
-    if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def foreign_files(run_dir: Path) -> list[str]:

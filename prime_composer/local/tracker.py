@@ -28,15 +28,14 @@ class Tracker:
         warn: Callable[[str], None] = print,
     ):
         self.last_step = -1 if resume_step is None else resume_step
-        self._warn = warn
-        wandb: Any = None if config.wandb is None else import_wandb()
-        path = run_dir / METRICS_FILE
-        if resume_step is not None:
-            self._restore(path, resume_step)
-        # Without a buffer: a record that the disk has no room for is not written again later.
-        self._file = path.open("ab", buffering=0)
+        self._warn, self._path = warn, run_dir / METRICS_FILE
         self._tensorboard: Any = None
         self._wandb: Any = None
+        wandb: Any = None if config.wandb is None else import_wandb()
+        if resume_step is not None:
+            self._restore(resume_step)
+        # Without a buffer: a record that the disk has no room for is not written again later.
+        self._file = self._path.open("ab", buffering=0)
         if config.tensorboard:
             self._tensorboard = writer_after(run_dir, resume_step)
         if config.wandb is not None:
@@ -59,30 +58,21 @@ class Tracker:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _restore(self, path: Path, resume_step: int) -> None:
-        """Keep the records up to the checkpoint, and say which are lost."""
-        if not path.exists():
+    def _restore(self, resume_step: int) -> None:
+        """Keep the records up to the checkpoint, and say where some are lost."""
+        records = parse_records(self._path, damaged_too=True) if self._path.exists() else []
+        kept = {one["step"]: one for one in records if one["step"] <= resume_step}
+        if lost := resume_step + 1 - len(kept):
             self._warn(
-                f"warning: {path} is gone, and with it the numbers of the steps 0 to "
-                f"{resume_step}; the run goes on without them"
+                f"warning: {self._path} lacks the numbers of {lost} of the steps 0 to "
+                f"{resume_step} (a crash of the machine loses what was not yet on the disk); the "
+                "run goes on without them"
             )
-            return
-        kept = {
-            record["step"]: record
-            for record in parse_records(path, damaged_too=True)
-            if record["step"] <= resume_step
-        }
-        lost = [step for step in range(resume_step + 1) if step not in kept]
-        if lost:
-            self._warn(
-                f"warning: {path} has no numbers of {name_steps(lost)} (a crash of the machine "
-                "loses what was not yet on the disk); the run goes on without them"
-            )
-        _rewrite(path, [kept[step] for step in sorted(kept)])
+        self._write([kept[step] for step in sorted(kept)])
 
     def amend(self, step: int, metrics: dict[str, float]) -> None:
         """Add numbers to the record of a step that a run before this one has logged."""
-        records = parse_records(Path(self._file.name))
+        records = parse_records(self._path)
         amended = [record for record in records if record["step"] == step]
         if not amended:
             amended = [{"step": step}]
@@ -92,19 +82,20 @@ class Tracker:
 
     def rewind(self, step: int) -> None:
         """Drop the records after a step that is finished again; W&B keeps its first numbers."""
-        path = Path(self._file.name)
-        self._replace([one for one in parse_records(path) if one["step"] <= step])
+        self._replace([one for one in parse_records(self._path) if one["step"] <= step])
         self.last_step = min(step, self.last_step)
         if self._tensorboard is not None:
             self._tensorboard.close()
-            self._tensorboard = writer_after(path.parent, step)
+            self._tensorboard = writer_after(self._path.parent, step)
 
     def _replace(self, records: Sequence[dict[str, Any]]) -> None:
-        """Write the whole file again."""
-        path = Path(self._file.name)
         self._file.close()
-        _rewrite(path, records)
-        self._file = path.open("ab", buffering=0)
+        self._write(records)
+        self._file = self._path.open("ab", buffering=0)
+
+    def _write(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the whole file again."""
+        replace_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one record, whole or not at all. A crash of this process does not lose it."""
@@ -116,7 +107,7 @@ class Tracker:
                 written += self._file.write(line[written:])
         except OSError as error:
             self._file.truncate(end)
-            error.filename = self._file.name
+            error.filename = str(self._path)
             raise
         self.last_step = step
         if self._tensorboard is not None:
@@ -146,7 +137,7 @@ class Tracker:
 
     def sync(self) -> None:
         """Wait until every record is on the disk, so that no checkpoint is newer than they are."""
-        with naming_file(Path(self._file.name)):
+        with naming_file(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -218,21 +209,3 @@ def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
 def is_evaluated(record: Mapping[str, Any]) -> bool:
     """Return whether a step ended with an evaluation, of a score or of the KL alone."""
     return any(f"eval/{name}" in record for name in (*TITLES, "truncated", "reverse_kl"))
-
-
-def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def name_steps(steps: Sequence[int]) -> str:
-    """Format ascending steps as words: "step 4", or "the steps 2 to 5, 7"."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    parts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
-    return f"the steps {', '.join(parts)}"

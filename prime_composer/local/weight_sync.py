@@ -77,26 +77,20 @@ def check_weight_sync(
     as_loaded = check_loaded_weights(sampler, model, prompts, engine_dtype)
     limit = TOLERANCES[engine_dtype]
     probe = probe_prompt(prompts, sampler.limits.max_model_len)
-    old_head = lm_head_weight(model).detach().clone()
     with perturbed(model):
         sampler.update_weights(model)
         changed = sync_difference(sampler, model, probe, engine_dtype)
-        reason = (
-            None if changed <= limit else stale_part(sampler, model, probe, old_head, engine_dtype)
-        )
     sampler.update_weights(model)
-    if reason is not None:
-        raise PreflightError(
-            f"After a weight sync sampler and trainer disagree by {changed:.2g} nat (at most "
-            f"{limit} in {engine_dtype}): {reason}."
-        )
     restored = sync_difference(sampler, model, probe, engine_dtype)
-    if not restored <= limit:
-        raise PreflightError(
-            f"After a second weight sync sampler and trainer disagree by {restored:.2g} nat (at "
-            f"most {limit} in {engine_dtype}): update_weights works only once, so reload every "
-            "weight and reset the prefix cache each time."
-        )
+    for which, moved in (("a", changed), ("a second", restored)):
+        if not moved <= limit:
+            raise PreflightError(
+                f"After {which} weight sync sampler and trainer disagree by {moved:.2g} nat (at "
+                f"most {limit} in {engine_dtype}): the sampler kept old weights, or cached "
+                "prefixes of theirs. Each time, send it every weight under the name that its "
+                "checkpoint uses (state_dict().items() lists an lm_head.weight that is tied to the "
+                "embeddings, named_parameters() does not), and reset its prefix cache."
+            )
     return max(as_loaded, changed, restored)
 
 
@@ -152,13 +146,6 @@ def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) ->
     return (tokens * (length // len(tokens) + 1))[: max(length, 1)]
 
 
-def rotated(probe: list[int], vocab_size: int) -> list[int]:
-    """Return a prompt of the same tokens, of which no prefix is in a cache of the probe's."""
-    if len({*probe}) == 1:
-        return [(probe[0] + 1) % vocab_size, *probe[1:]]
-    return probe[1:] + probe[:1]
-
-
 def sync_difference(
     sampler: Sampler, model: nn.Module, prompt: list[int], engine_dtype: str
 ) -> float:
@@ -172,34 +159,6 @@ def distance(differences: torch.Tensor, engine_dtype: str) -> float:
     """Return the largest absolute value in float32, and the mean in half precision."""
     sizes = differences.abs()
     return float(sizes.max() if engine_dtype == "float32" else sizes.mean())
-
-
-def stale_part(
-    sampler: Sampler, model: nn.Module, probe: list[int], old_head: torch.Tensor, engine_dtype: str
-) -> str:
-    """Return which part of the sampler kept old values, and the remedy."""
-    limit = TOLERANCES[engine_dtype]
-    uncached = rotated(probe, old_head.shape[0])
-    if sync_difference(sampler, model, uncached, engine_dtype) <= limit:
-        return (
-            "it reuses cached prefixes of the old weights, "
-            "so reset its prefix cache after every sync"
-        )
-    (rollout,) = sampler.generate([uncached], SamplingParams(max_tokens=PROBE_TOKENS), seed=0)
-    with torch.no_grad():
-        ids = rollout.token_ids.to(old_head.device).unsqueeze(0)
-        hidden = hidden_states(model, ids, torch.ones_like(ids))[0, :-1]
-        with_old_head = selected_logprobs(hidden, old_head, ids[0, 1:, None])[:, 0].float().cpu()
-    difference = (rollout.inference_logprobs[1:] - with_old_head)[rollout.loss_mask[1:]]
-    if distance(difference, engine_dtype) <= limit:
-        return (
-            "it kept the old lm_head, which is tied to the embeddings, so send "
-            "state_dict().items(), which lists lm_head.weight, and not named_parameters()"
-        )
-    return (
-        "it kept old weights, so check that every weight reaches the engine under the name that "
-        "its checkpoint uses"
-    )
 
 
 @contextmanager

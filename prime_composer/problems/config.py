@@ -5,6 +5,7 @@ in ``#### <number>``, the format of GSM8K (Cobbe et al., "Training Verifiers to 
 Problems", 2021, https://arxiv.org/abs/2110.14168).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
@@ -84,10 +85,9 @@ class Used:
     def evaluates(self) -> bool:
         return self.use != "train"
 
-    def check_ratio(self) -> None:
-        """Refuse a share of the prompts to train on where there are none."""
+    def refusals(self) -> Iterator[str]:
         if not self.trains and "ratio" in self.model_fields_set:
-            raise ValueError('ratio is a share of the prompts to train on, and use is "eval"')
+            yield 'ratio is a share of the prompts to train on, and use is "eval"'
 
 
 class DataConfig(Used, Table):
@@ -232,17 +232,16 @@ class DataConfig(Used, Table):
             raise ValueError("prompt_template must contain {question}, where the question goes")
         return template
 
-    @model_validator(mode="after")
-    def _check_source(self) -> "DataConfig":
+    def refusals(self) -> Iterator[str]:
         if self.source == "files" and self.path is None:
-            raise ValueError(
+            yield (
                 'source = "files" needs path, a JSONL or parquet file, or a folder of them '
                 "(GSM8K's own: https://github.com/openai/grade-school-math)"
             )
         for key, other, value in READ_ONLY_WITH:
             now = getattr(self, other)
             if getattr(self, key) != type(self).model_fields[key].default and now != value:
-                raise ValueError(
+                yield (
                     f'{key} is read only with {other} = "{value}", and {other} = "{now}": leave '
                     "one of them out"
                 )
@@ -250,42 +249,28 @@ class DataConfig(Used, Table):
         given = [key for key in of_rows if getattr(self, key) is not None]
         if self.source == "generated" and given:
             instead = {"teacher_key": "teacher", "system_key": "system"}.get(given[0])
-            raise ValueError(
+            yield (
                 f"{given[0]} names a key of the data's rows, and generated problems have none: "
                 + (f"use `{instead}`" if instead else "leave it out, or set path")
             )
         if self.kind != "arithmetic" and self.metric in MATH:
             usual = USUAL_METRIC.get(self.kind, "exact")
-            raise ValueError(
+            yield (
                 f'metric = "{self.metric}" reads the number after "{FINAL_MARK}", and kind = '
                 f'"{self.kind}" has none: set metric = "{usual}"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_topics(self) -> "DataConfig":
-        if len(set(self.topics)) < len(self.topics):
-            raise ValueError(f"topics = {list(self.topics)} has one twice: leave it out")
         if self.kind == "facts" and "capitals" in self.topics and self.trains:
-            raise ValueError(
+            yield (
                 'topics has "capitals", which no prompt contains, so that training on some says '
                 'nothing about others: write them into a table of their own with use = "eval"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_use(self) -> "DataConfig":
         if self.use != "both" and self.hold_out != DataConfig.model_fields["hold_out"].default:
             what = "nothing" if self.use == "train" else "everything"
-            raise ValueError(f'with use = "{self.use}" {what} is held out: leave hold_out out')
-        self.check_ratio()
-        return self
-
-    @model_validator(mode="after")
-    def _check_chat(self) -> "DataConfig":
+            yield f'with use = "{self.use}" {what} is held out: leave hold_out out'
+        yield from super().refusals()
         chat = [key for key in CHAT_KEYS if getattr(self, key) is not None]
         if chat and not self.chat_template:
-            raise ValueError(
+            yield (
                 f"{chat[0]} goes through the tokenizer's chat template: leave "
                 "chat_template = false out"
             )
@@ -293,11 +278,10 @@ class DataConfig(Used, Table):
         if self.messages_key is not None and any(
             getattr(self, key) != type(self).model_fields[key].default for key in alone
         ):
-            raise ValueError(
+            yield (
                 f"messages_key and {min(alone)}: a conversation has its prompt and its answer, so "
                 "keep one of them"
             )
-        return self
 
     @property
     def scored(self) -> bool:

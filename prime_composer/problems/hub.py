@@ -24,22 +24,7 @@ def _load_dataset(config: DataConfig) -> Any:
         raise ValueError(
             f'[data] source = "hub" needs the datasets library: {pip_install("hub")}'
         ) from error
-    try:
-        return datasets.load_dataset(config.hub_id, config.hub_name)
-    except ValueError as error:  # no such configuration; the message names those that there are
-        raise ValueError(
-            f"[data] hub_id = {config.hub_id!r}, hub_name = {config.hub_name!r}: {error}"
-        ) from error
-    # Without a network: ConnectionError, in offline mode too. Without the data set:
-    # FileNotFoundError.
-    except OSError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"[data] hub_id = {config.hub_id!r} could not be read from the Hugging Face hub: "
-            f'{reason}. With a local copy, set [data] source = "files" and path = "FOLDER" '
-            "(train and test, JSONL or parquet), or on the command line: "
-            "--set data.source=files --set data.path=FOLDER"
-        ) from error
+    return datasets.load_dataset(config.hub_id, config.hub_name)
 
 
 def _split(splits: Any, name: str, config: DataConfig) -> list[Problem | None]:

@@ -91,7 +91,7 @@ def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None
         practice += [replace(problem, environment=name) for problem in train]
         held_out_by_environment.append([replace(problem, environment=name) for problem in test])
     held_out = in_turn(held_out_by_environment)
-    _refuse_overlap_of_environments(practice, held_out, sources)
+    _refuse_overlap_of_environments(practice, held_out)
     return ProblemSet(practice, held_out, sources, left_out)
 
 
@@ -239,40 +239,24 @@ def split_by_question(
 
 
 def _refuse_overlap_of_environments(
-    practice: Sequence[Problem], held_out: Sequence[Problem], sources: Mapping[str, DataConfig]
+    practice: Sequence[Problem], held_out: Sequence[Problem]
 ) -> None:
     trained = {problem.asked: problem.environment for problem in practice}
-    shared = (problem for problem in held_out if problem.asked in trained)
-    clash = min(shared, key=lambda problem: problem.question, default=None)
-    if clash is None:
-        return
-    both = [trained[clash.asked], clash.environment]
-    origin = "environments.{} trains on what environments.{} holds out".format(*both)
-    _refuse_overlap(practice, held_out, origin, _remedy([sources[name] for name in both]))
+    for problem in held_out:
+        if problem.asked in trained:
+            names = trained[problem.asked], problem.environment
+            origin = "environments.{} trains on what environments.{} holds out".format(*names)
+            _refuse_overlap(practice, held_out, origin)
 
 
-def _remedy(sources: Sequence[DataConfig]) -> str:
-    kinds = {source.kind for source in sources if source.source == "generated"}
-    if len(kinds) != 1:
-        return "Remove them from one of the two."
-    (kind,), same = kinds, "`size`, `seed` and `hold_out`"
-    choice = {"arithmetic": "operations", "facts": "topics"}.get(kind)
-    if choice is None:
-        return f"Give both the same {same}."
-    return f"Give both `{choice}` without one in common, or the same `{choice}`, {same}."
-
-
-def _refuse_overlap(
-    train: Sequence[Problem],
-    held_out: Sequence[Problem],
-    origin: str,
-    remedy: str = "Remove them from one side.",
-) -> None:
+def _refuse_overlap(train: Sequence[Problem], held_out: Sequence[Problem], origin: str) -> None:
     shared = {problem.asked for problem in train} & {problem.asked for problem in held_out}
     if shared:
         raise ValueError(
             f"{origin}: {len(shared)} question(s) are both trained on and held out, "
-            f"so accuracy would be flattered. {remedy} The first: {min(shared)[1]!r}"
+            "so accuracy would be flattered. Remove them from one side; give generated problems "
+            "`operations` or `topics` without one in common, or the same ones with the same "
+            f"`size`, `seed` and `hold_out`. The first: {min(shared)[1]!r}"
         )
 
 

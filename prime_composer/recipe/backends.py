@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from prime_composer.recipe.carried import CARRIED, uncarried
+from prime_composer.recipe.carried import uncarried
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import Table, named_module, nearest
 
@@ -17,12 +16,12 @@ class Served(Table):
 
     model_config = ConfigDict(hide_input_in_errors=True)  # a url may have a password
 
-    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
+    url: Url | None = Field(default=None, repr=False)
     """Base URL of a running vLLM server of the model, for backend 'server'. A teacher's implies
     that. A plain server in bfloat16 rounds a teacher's logits to about 3 significant digits;
     `prime-rl teacher` does not, nor one with `--hf-overrides '{"head_dtype": "float32"}'`."""
 
-    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
+    api_key_var: str = "VLLM_API_KEY"
     """Environment variable with the API key of the server at `url`, if it needs one."""
 
     wait: float = Field(
@@ -88,9 +87,6 @@ FLAGS = {
 }
 """What a backend from outside says about itself, as attributes of its class or function."""
 
-METHODS = {"Sampler": ("generate", "update_weights"), "Scorer": ("score",)}
-"""What the classes of a role have."""
-
 
 def backend_of(name: str) -> Backend:
     """Return what a recipe names: one of ``BUILT_IN``, or ``"module:class_or_function"``."""
@@ -115,20 +111,10 @@ def backend_of(name: str) -> Backend:
     return Backend(opens.serves, opens.within_positions, opens=opens, any_thread=opens.serves)
 
 
-def _checked(name: str, role: str) -> str:
-    opens = backend_of(name).opens
-    if isinstance(opens, type):
-        for method in METHODS[role]:
-            if not hasattr(opens, method):
-                raise ValueError(
-                    f"backend {name!r} is no {role.lower()}: {opens.__name__} has no method "
-                    f"{method} (prime_composer.backends.protocols.{role})"
-                )
+def _known(name: str) -> str:
+    backend_of(name)
     return name
 
 
-SamplerName = Annotated[str, AfterValidator(partial(_checked, role="Sampler"))]
-"""The name of what samples."""
-
-ScorerName = Annotated[str, AfterValidator(partial(_checked, role="Scorer"))]
-"""The name of what scores."""
+BackendName = Annotated[str, AfterValidator(_known)]
+"""The name of what samples or scores."""

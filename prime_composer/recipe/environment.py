@@ -11,11 +11,9 @@ from pydantic import (
     Field,
     PlainSerializer,
     field_validator,
-    model_validator,
 )
 
 from prime_composer.problems.config import DataConfig, TeacherWeights, Used
-from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.urls import without_passwords
 from prime_composer.tables import Table
 
@@ -28,31 +26,31 @@ OpenTable = Annotated[dict[str, Any], PlainSerializer(without_passwords)]
 class EnvironmentConfig(Used, Table):
     """An environment of verifiers, by its id, which has its own tasks, tools, turns and rewards."""
 
-    id: str = Field(json_schema_extra=CARRIED)
+    id: str
     """The environment's id as verifiers and prime-rl name it: ``name``, ``owner/name`` or
     ``owner/name@version``. It is a taskset's, of verifiers' API v1."""
 
-    args: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
+    args: OpenTable = Field(default_factory=dict)
     """Its own settings: the taskset's keys. Several environments take their system prompt here."""
 
-    use: Literal["both", "train", "eval"] = Field(default="both", json_schema_extra=CARRIED)
+    use: Literal["both", "train", "eval"] = "both"
     """Whether its tasks are trained on, evaluated, or both. With ``both``, evaluation may have the
     tasks of training. For other ones add a second environment with ``eval`` and its ``args``."""
 
-    max_turns: int | None = Field(default=None, ge=1, le=MOST_TURNS, json_schema_extra=CARRIED)
+    max_turns: int | None = Field(default=None, ge=1, le=MOST_TURNS)
     """Most turns of the student per rollout. Unset: the environment's own limit."""
 
-    timeout: float | None = Field(default=None, gt=0, json_schema_extra=CARRIED)
+    timeout: float | None = Field(default=None, gt=0)
     """Seconds that a rollout may take. Unset: the engine's own limit."""
 
-    ratio: float = Field(default=1.0, gt=0.0, json_schema_extra=CARRIED)
+    ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
 
-    teacher: TeacherWeights = Field(default=None, json_schema_extra=CARRIED)
+    teacher: TeacherWeights = None
     """With ``[teachers]``: the one that scores its rollouts, or a table ``name = weight``, a
     mixture of several. Unset: all of them, by their own weights."""
 
-    prime_rl: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
+    prime_rl: OpenTable = Field(default_factory=dict)
     """prime-rl's own settings of this environment, merged into its tables of the export. A table
     named after a version, such as ``head``, counts for that version alone. The one-machine engine
     ignores them."""
@@ -67,18 +65,6 @@ class EnvironmentConfig(Used, Table):
             )
         return environment_id
 
-    @field_validator("args")
-    @classmethod
-    def _check_args(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if "id" in args:
-            raise ValueError("`id` is written beside args, not in it")
-        return args
-
-    @model_validator(mode="after")
-    def _check_use(self) -> "EnvironmentConfig":
-        self.check_ratio()
-        return self
-
 
 def environment_kind(table: dict[str, Any]) -> type[DataConfig] | type[EnvironmentConfig]:
     """Return the model of an ``[environments.NAME]`` table: ``id`` tells them apart."""
@@ -87,18 +73,7 @@ def environment_kind(table: dict[str, Any]) -> type[DataConfig] | type[Environme
 
 
 def _parse_environment(table: Any) -> Any:
-    if not isinstance(table, dict):
-        return table
-    kind = environment_kind(table)
-    of_problems = DataConfig.model_fields.keys() - EnvironmentConfig.model_fields.keys()
-    foreign = [key for key in table if key in of_problems]
-    if kind is EnvironmentConfig and "id" in table and foreign:
-        raise ValueError(
-            f"{', '.join(foreign)} describe{'s' if len(foreign) == 1 else ''} problems that are "
-            "loaded here, and `id` names an environment of verifiers, which has its own tasks, "
-            "prompts and rewards: keep one of the two; its settings go into `args`"
-        )
-    return kind.model_validate(table)
+    return environment_kind(table).model_validate(table) if isinstance(table, dict) else table
 
 
 AnyEnvironment = Annotated[DataConfig | EnvironmentConfig, BeforeValidator(_parse_environment)]

@@ -1,11 +1,11 @@
 """Define the tables of a model's origin, which student and teachers share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.prepare import AnyPrepare, StaysRoundedConfig
 from prime_composer.tables import Table
 
@@ -13,33 +13,32 @@ from prime_composer.tables import Table
 class ModelConfig(Table):
     """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds or rounds one."""
 
-    model: str | None = Field(default=None, json_schema_extra=CARRIED)
+    model: str | None = None
     """Directory in Hugging Face format, or a hub id."""
 
-    prepare: AnyPrepare | None = Field(default=None, json_schema_extra=CARRIED)
+    prepare: AnyPrepare | None = None
     """Build a small model on this machine, or round an existing one, once, and cache it."""
 
-    @model_validator(mode="after")
-    def _check_origin(self) -> "ModelConfig":
+    def refusals(self) -> Iterator[str]:
+        yield from self.wrong_origin()
+
+    def wrong_origin(self) -> Iterator[str]:
+        """Yield why the model has no origin, or several."""
         origins = [
             name
             for name in ("model", "prepare", "policy", "base")
             if getattr(self, name, None) not in (None, False)
         ]
-        if not origins and getattr(self, "tape_only", False):
-            return self
-        if len(origins) != 1:
-            choices = (
-                "`model` and the table `prepare`"
-                if not hasattr(self, "policy")
-                else "`model`, `prepare`, `policy` and `base = true`"
-            )
-            raise ValueError(
-                f"give exactly one of {choices}"
-                + (f", not {' and '.join(origins)}" if origins else "")
-                + ("; a hinted base is policy.update = 'base'" * (origins == ["policy", "base"]))
-            )
-        return self
+        if len(origins) == 1 or not origins and getattr(self, "tape_only", False):
+            return
+        choices = "`model` and the table `prepare`"
+        if hasattr(self, "policy"):
+            choices = "`model`, `prepare`, `policy` and `base = true`"
+        yield (
+            f"give exactly one of {choices}"
+            + (f", not {' and '.join(origins)}" if origins else "")
+            + ("; a hinted base is policy.update = 'base'" * (origins == ["policy", "base"]))
+        )
 
 
 LARGEST_RANK = 512  # Of an adapter. vLLM loads none of a larger rank.
@@ -54,10 +53,10 @@ class LoraConfig(Table):
     Source: https://arxiv.org/abs/2106.09685.
     """
 
-    rank: int = Field(default=16, ge=1, le=LARGEST_RANK, json_schema_extra=CARRIED)
+    rank: int = Field(default=16, ge=1, le=LARGEST_RANK)
     """Rank of each layer's adapter."""
 
-    alpha: int = Field(default=32, ge=1, le=65536, json_schema_extra=CARRIED)
+    alpha: int = Field(default=32, ge=1, le=65536)
     """The adapter's product counts alpha / rank times."""
 
     targets: (
@@ -66,11 +65,11 @@ class LoraConfig(Table):
             tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$")], ...],
             Field(min_length=1),
         ]
-    ) = Field(default="all-linear", json_schema_extra=CARRIED)
+    ) = "all-linear"
     """Layers with an adapter, by the last part of their names, such as ["q_proj", "v_proj"]; or
     "all-linear", every linear layer but the output head."""
 
-    start: Path | None = Field(default=None, json_schema_extra=CARRIED)
+    start: Path | None = None
     """Directory of an adapter to begin with: a checkpoint, or one that peft has saved. It has this
     rank, alpha and these targets. Unset: a new one."""
 
@@ -81,5 +80,5 @@ class StudentConfig(ModelConfig):
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights."""
 
-    quantize: StaysRoundedConfig | None = Field(default=None, json_schema_extra=CARRIED)
+    quantize: StaysRoundedConfig | None = None
     """Keep the linear layers rounded while the student learns."""

@@ -1,6 +1,6 @@
 """Define ``[*.prepare]``: a small model that is built on the spot, or one that is damaged."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
@@ -8,7 +8,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     model_serializer,
-    model_validator,
 )
 
 from prime_composer.tables import Table
@@ -89,15 +88,13 @@ class PrepareConfig(Table):
     """Share of the weights of the decoder layers' matrices set to zero after training, the smallest
     magnitudes first: damage that distillation heals."""
 
-    @model_validator(mode="after")
-    def _check_hint(self) -> "PrepareConfig":
+    def refusals(self) -> Iterator[str]:
         if (self.hint_template is None) != (self.hint_share is None):
-            raise ValueError("hint_template and hint_share go together")
+            yield "hint_template and hint_share go together"
         if self.hint_template is not None and not all(
             name in self.hint_template for name in ("{question}", "{hint}")
         ):
-            raise ValueError("hint_template must contain {question} and {hint}")
-        return self
+            yield "hint_template must contain {question} and {hint}"
 
     @property
     def work(self) -> str:
@@ -156,16 +153,14 @@ class DamagedConfig(Table):
     quantize: QuantizeConfig | None = None
     """How the weights of the layers that are left are rounded. Unset: not at all."""
 
-    @model_validator(mode="after")
-    def _check_damage(self) -> "DamagedConfig":
+    def refusals(self) -> Iterator[str]:
         if self.quantize is None and not self.drop_layers:
-            raise ValueError(
+            yield (
                 "`from` alone changes nothing: add drop_layers = [..] or quantize = "
                 "{ bits = .., group = .. }, or name the model as it is with `model`"
             )
         if len(set(self.drop_layers)) < len(self.drop_layers):
-            raise ValueError(f"drop_layers = {list(self.drop_layers)} has one twice: leave it out")
-        return self
+            yield f"drop_layers = {list(self.drop_layers)} has one twice: leave it out"
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
@@ -204,17 +199,7 @@ def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[DamagedCon
 
 
 def _parse_prepare(table: Any) -> Any:
-    if not isinstance(table, dict):
-        return table
-    kind = prepare_kind(table)
-    generated = [key for key in table if key in PrepareConfig.model_fields]
-    if kind is DamagedConfig and generated:
-        raise ValueError(
-            f"`from` names an existing model, and {', '.join(generated)} "
-            f"describe{'s' if len(generated) == 1 else ''} one that is built here: keep one of "
-            "the two"
-        )
-    return kind.model_validate(table)
+    return prepare_kind(table).model_validate(table) if isinstance(table, dict) else table
 
 
 AnyPrepare = Annotated[PrepareConfig | DamagedConfig, BeforeValidator(_parse_prepare)]

@@ -1,13 +1,13 @@
 """Define ``[rollout]``: what samples the student's rollouts, and how; and ``[replay]``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from prime_composer.recipe.backends import SamplerName, Served, backend_of
-from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, uncarried
+from prime_composer.recipe.backends import BackendName, Served, backend_of
+from prime_composer.recipe.carried import uncarried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
 
@@ -25,7 +25,7 @@ End = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 class RolloutConfig(Served):
     """How the student samples its rollouts."""
 
-    backend: SamplerName = Field(
+    backend: BackendName = Field(
         default="vllm",
         json_schema_extra=uncarried("prime-rl samples with vLLM", harmless=("vllm", "server")),
     )
@@ -39,17 +39,17 @@ class RolloutConfig(Served):
     """For backend 'server': a directory that this process writes new weights to and the server
     reads them from. Unset: the system's temporary directory, for a server on this machine."""
 
-    group_size: int = Field(default=1, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    group_size: int = Field(default=1, ge=1, le=LARGEST_BATCH)
     """Rollouts per prompt. RL terms need at least 2."""
 
-    temperature: float = Field(default=1.0, ge=0.01, le=100, json_schema_extra=CARRIED)
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Sampling temperature, which importance ratios have on both sides. Student and teacher are
     compared at T = 1."""
 
-    top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=CARRIED)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. log mu is that of the truncated distribution."""
 
-    max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
+    max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT)
     """Token budget of a completion."""
 
     stop: tuple[End, ...] | None = Field(default=None, min_length=1, json_schema_extra=NO_ENDS)
@@ -58,50 +58,37 @@ class RolloutConfig(Served):
     answer, and where the teachers have its tokens those of the teachers. The first one ends the
     data's answers where no chat template does."""
 
-    ahead: int = Field(default=0, ge=0, le=MOST_AHEAD, json_schema_extra=CARRIED)
+    ahead: int = Field(default=0, ge=0, le=MOST_AHEAD)
     """Steps that a batch is sampled and scored ahead of the one that trains on it, while the steps
     before it train. Step t = 1, 2, .. trains on what the student sampled after step
     max(t - 1 - ahead, 0). For a student's server."""
 
-    max_model_len: int | None = Field(
-        default=None, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED
-    )
+    max_model_len: int | None = Field(default=None, ge=2, le=LONGEST_CONTEXT)
     """Context of the engines in tokens: prompt and completion. Unset: 2048, or more where the
     longest prompt and its completion need it, and never beyond the models' windows."""
 
-    renderer: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
+    renderer: OpenTable = Field(default_factory=dict)
     """For environments by id: how messages and tool calls become tokens, as the library
     ``renderers`` has it, for example ``{ name = "qwen3" }``. Unset: by the tokenizer's name, which
     reads no tool calls of a model in a directory, and prime-rl refuses such a model."""
 
-    student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
+    student_fraction: float = Field(default=1.0, ge=0, le=1)
     """GKD's lambda: probability that the student samples a sequence. `other_source` has the
     others."""
 
-    other_source: Literal["data", "teacher"] = Field(default="data", json_schema_extra=ONLY_REFUSED)
+    other_source: Literal["data", "teacher"] = "data"
     """Where the other sequences come from: the data's solutions, or answers that the teacher
     samples. Of several teachers it is the problem's, and of a mixture one that is drawn by
     weight."""
 
-    gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1, json_schema_extra=CARRIED)
+    gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
     """Share of the GPU's memory for the student's engine."""
 
-    @model_validator(mode="after")
-    def _check_url(self) -> "RolloutConfig":
+    def refusals(self) -> Iterator[str]:
         serves = backend_of(self.backend).serves
         if serves != (self.url is not None):
             name = self.backend if serves else "server"
-            raise ValueError(f"backend = {name!r} and `url` go together")
-        return self
-
-    @model_validator(mode="after")
-    def _check_other_source(self) -> "RolloutConfig":
-        if self.teacher_samples and self.student_fraction == 1:
-            raise ValueError(
-                "other_source = 'teacher' with student_fraction = 1: the student samples every "
-                "sequence; set student_fraction below 1, or leave other_source out"
-            )
-        return self
+            yield f"backend = {name!r} and `url` go together"
 
     def context(self, needed: int = 0, windows: Iterable[int | None] = ()) -> int:
         """Return ``max_model_len``, or what it is where it is unset."""
@@ -126,19 +113,17 @@ class RolloutConfig(Served):
 class ReplayConfig(Table):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
-    source: Literal["rollouts", "jsonl"] = Field(default="rollouts", json_schema_extra=ONLY_REFUSED)
+    source: Literal["rollouts", "jsonl"] = "rollouts"
     """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
     object per line, with the strings "question", "chosen" and "rejected"."""
 
-    path: Path | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
+    path: Path | None = None
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
+    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH)
     """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
     rotation."""
 
-    @model_validator(mode="after")
-    def _check_path(self) -> "ReplayConfig":
+    def refusals(self) -> Iterator[str]:
         if (self.source == "jsonl") != (self.path is not None):
-            raise ValueError('source = "jsonl" and `path` go together')
-        return self
+            yield 'source = "jsonl" and `path` go together'

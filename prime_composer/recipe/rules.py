@@ -4,7 +4,7 @@ A rule is a generator over a recipe, one function per topic. It yields the sente
 recipe: what clashes, why, and what to do instead. ``Recipe`` raises the first one of all. What a
 single table shows is refused by that table's own class.
 
-The guide's table of refused pairs is written from ``PAIRS`` by ``reference.py``.
+The guide's table of refused pairs is written from ``PAIRS`` by ``docs/reference.py``.
 """
 
 import re
@@ -52,34 +52,21 @@ def of_alternatives(recipe: Recipe) -> Iterator[str]:
 def of_choices_among_teachers(recipe: Recipe) -> Iterator[str]:
     for table, data in recipe.source_tables.items():
         named = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
-        by_row = isinstance(data, DataConfig) and data.teacher_key is not None
-        if not recipe.teachers and (named or by_row):
-            key = "teacher" if named else "teacher_key"
-            yield f"{table}.{key} chooses among [teachers.*], and there are none"
+        if isinstance(data, DataConfig) and data.teacher_key is not None and not recipe.teachers:
+            yield f"{table}.teacher_key chooses among [teachers.*], and there are none: add them"
         for teacher in named:
             if teacher not in recipe.teachers:
-                yield (
-                    f"{table}.teacher names {teacher!r}; [teachers] has "
-                    f"{', '.join(recipe.teachers)}"
-                )
+                known = ", ".join(recipe.teachers) or "none"
+                yield f"{table}.teacher names {teacher!r}; [teachers] has {known}"
 
 
 @rule()
 def of_uses(recipe: Recipe) -> Iterator[str]:
-    """Something trains, and with an ``[eval]`` something is evaluated."""
-    sources = recipe.source_tables.values()
-    all_have, in_one = "all [environments] have", " in one"
-    if recipe.data is not None:
-        all_have, in_one = "[data] has", ""
-    if not any(source.trains for source in sources):
+    """Something trains."""
+    if not any(source.trains for source in recipe.sources.values()):
         yield (
-            f"{all_have} use = 'eval', and none is left to train on; set it to 'both' or "
-            f"'train'{in_one}"
-        )
-    if "eval" in recipe.model_fields_set and not any(source.evaluates for source in sources):
-        yield (
-            f"[eval]: {all_have} use = 'train', and none is left to evaluate; set it to "
-            f"'both'{in_one}, or leave [eval] out"
+            f"{', '.join(recipe.source_tables)}: use = 'eval', and none is left to train on; set "
+            "it to 'both' or 'train'"
         )
 
 
@@ -170,11 +157,6 @@ def of_balance(recipe: Recipe) -> Iterator[str]:
         yield (
             f"loss.balance.weights names {', '.join(others)}, and the environments that train "
             f"are {', '.join(trained)}: name one of these"
-        )
-    if len(trained) == 1 and balance.by != "sequence":
-        yield (
-            f"loss.balance.by = {balance.by!r} changes nothing with a single environment: add "
-            "a second [environments.*], or set by = 'sequence'"
         )
 
 
@@ -380,7 +362,7 @@ def of_collapse(recipe: Recipe) -> Iterator[str]:
 
 @rule(
     {
-        "`[reference]` without a `[teacher]` of its own, or of its model": "a third model",
+        "`[reference]` without a `[teacher]` of its own": "a `[teacher]`",
         "`[reference] start = true`, `student.quantize`": "the same in `[student.prepare]`",
         "`[reference]`, a loss that reads more than the sampled token": "`sampled_reverse_kl`",
     }
@@ -389,12 +371,7 @@ def of_reference(recipe: Recipe) -> Iterator[str]:
     reference, student, loss = recipe.reference, recipe.student, recipe.loss
     if reference is None:
         return
-    models = {
-        table: teacher.resolved(student)
-        for table, teacher in recipe.teacher_tables.items()
-        if teacher.policy is None
-    }
-    if not models:
+    if all(teacher.policy is not None for teacher in recipe.teacher_tables.values()):
         yield (
             "[reference] extrapolates a teacher that is a model of its own: add a [teacher] "
             "with model, prepare or url"
@@ -406,13 +383,6 @@ def of_reference(recipe: Recipe) -> Iterator[str]:
                 "[reference] start = true opens the student's weights as they are stored, and "
                 "student.quantize rounds them before the first step: round them in "
                 "[student.prepare] too, with the same `quantize`"
-            )
-    for table, teacher in models.items():
-        if reference.resolved(student).is_model_of(teacher):
-            yield (
-                f"[reference] is the model of [{table}], and lambda log q + (1 - lambda) log q "
-                "is log q for every lambda: name the teacher's base or a third model, set "
-                "start = true, or leave [reference] out"
             )
     able = " or ".join(repr(name) for name, one in LOSS_TYPES.items() if one.takes_reference)
     if not loss.compares_with_teacher:
@@ -462,30 +432,12 @@ def of_sizes(recipe: Recipe) -> Iterator[str]:
 
 @rule()
 def of_until(recipe: Recipe) -> Iterator[str]:
-    """Some evaluation could bring the end."""
-    until, every, steps = recipe.trainer.until, recipe.eval.every, recipe.trainer.steps
-    if until is None:
-        return
-    if every == 0:
-        yield (
-            "trainer.until is decided by evaluations, and eval.every = 0 has none between the "
-            "first step and the last: set eval.every"
-        )
-    measured = comparable_metrics(recipe)
-    if not measured:
-        yield (
-            "trainer.until is decided by evaluations, and with use = 'train' there are none: set "
-            "use = 'both', or leave until out"
-        )
-    if until.metric not in measured:
+    """Evaluations measure what decides the end."""
+    until, measured = recipe.trainer.until, comparable_metrics(recipe)
+    if until is not None and until.metric not in measured:
         yield (
             f"trainer.until.metric = {until.metric!r} is not what evaluations of this recipe "
-            f"measure: choose one of {', '.join(measured)}"
-        )
-    if until.plateau * every >= steps:
-        yield (
-            f"trainer.until.plateau = {until.plateau}, with eval.every = {every}, "
-            f"would end nothing before trainer.steps = {steps}: lower plateau or eval.every"
+            f"measure: choose one of {', '.join(measured) or 'none'}"
         )
 
 
@@ -513,54 +465,33 @@ def comparable_metrics(recipe: Recipe) -> list[str]:
         "`[diloco]`, weights that have no mean: `student.lora`, `student.quantize`": (
             "leave one out"
         ),
-        "`[diloco]`, `checkpoint.keep = 1`": "at least 2",
     }
 )
 def of_islands(recipe: Recipe) -> Iterator[str]:
-    islands, policy = recipe.diloco, recipe.policy_teacher
-    if islands is None:
+    if recipe.diloco is None:
         return
-    leave_out = ", or leave [diloco] out"
-    if policy is not None and policy.update != "live":
-        yield (
-            "[diloco] and [teacher.policy] moves with the policy of each island, and the islands "
-            f"would have different teachers: set teacher.policy.update = 'live'{leave_out}"
-        )
-    if recipe.student.quantize is not None:
-        yield (
-            "[diloco] and student.quantize trains latent weights, and the mean of rounded weights "
-            f"is not rounded: leave student.quantize out{leave_out}"
-        )
-    if recipe.student.lora is not None:
-        yield (
-            "[diloco] and student.lora trains the factors of a product, and the product of their "
-            f"means is not the mean of the products: leave student.lora out{leave_out}"
-        )
-    if recipe.loss.reads_pairs:
-        yield (
-            "[diloco] and [replay] pairs would be those of an undivided run on every island: leave "
-            f"the replay channel out of [loss]{leave_out}"
-        )
-    if recipe.trainer.until is not None:
-        yield (
-            "[diloco] and [trainer.until] is decided by evaluations, which island 0 alone has: "
-            f"leave [trainer.until] out{leave_out}"
-        )
-    if recipe.rollout.ahead:
-        yield (
-            "[diloco] and rollout.ahead samples by weights that an island may have to take back: "
-            f"leave rollout.ahead out{leave_out}"
-        )
-    if any(one.tape is not None and not one.tape_only for one in recipe.scorer_tables.values()):
-        yield (
-            "[diloco] and a tape is written by one run: leave `tape` out, or let the tape answer "
-            "alone with tape_only = true"
-        )
-    if recipe.checkpoint.keep == 1:
-        yield (
-            "[diloco] and checkpoint.keep = 1: islands may be one checkpoint apart when they are "
-            "killed, and would have none in common: set checkpoint.keep to at least 2"
-        )
+    policy, scorers = recipe.policy_teacher, recipe.scorer_tables.values()
+    clashes = {
+        "[teacher.policy] moves with the policy of each island, and the islands would have "
+        "different teachers: set teacher.policy.update = 'live'": (
+            policy is not None and policy.update != "live"
+        ),
+        "student.quantize trains latent weights, and the mean of rounded weights is not rounded: "
+        "leave student.quantize out": recipe.student.quantize is not None,
+        "student.lora trains the factors of a product, and the product of their means is not the "
+        "mean of the products: leave student.lora out": recipe.student.lora is not None,
+        "[replay] pairs would be those of an undivided run on every island: leave the replay "
+        "channel out of [loss]": recipe.loss.reads_pairs,
+        "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
+        "[trainer.until] out": recipe.trainer.until is not None,
+        "rollout.ahead samples by weights that an island may have to take back: leave "
+        "rollout.ahead out": recipe.rollout.ahead > 0,
+        "a tape is written by one run: leave `tape` out, let it answer alone with tape_only = "
+        "true": any(one.tape is not None and not one.tape_only for one in scorers),
+    }
+    for words, clash in clashes.items():
+        if clash:
+            yield f"[diloco] and {words}, or leave [diloco] out"
 
 
 @rule()
@@ -613,9 +544,3 @@ def of_rewards(recipe: Recipe) -> Iterator[str]:
                 f"{reader} needs answers or their rewards, and {table}"
                 '.metric = "none" grades nothing: choose another metric, such as "contains"'
             )
-
-
-def pairs_table() -> str:
-    """Return the guide's table of refused pairs."""
-    rows = [f"| {refused} | {instead} |" for refused, instead in PAIRS.items()]
-    return "\n".join(["| refused | instead |", "|---|---|", *rows]) + "\n"

@@ -1,7 +1,7 @@
 """Define the tables of a recipe. ``rules.py`` has what of them does not go together.
 
 Every key has its meaning as a docstring and its mark for an export to prime-rl (``carried.py``).
-Both appear in the generated reference (``reference.py``).
+Both appear in the generated reference (``docs/reference.py``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +11,11 @@ from annotated_types import Ge, Lt
 from pydantic import (
     Field,
     field_validator,
-    model_validator,
 )
 
 from prime_composer.losses import AnyLoss
 from prime_composer.problems.config import PROBLEMS, DataConfig
-from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, uncarried
+from prime_composer.recipe.carried import uncarried
 from prime_composer.recipe.diloco import DilocoConfig
 from prime_composer.recipe.environment import AnyEnvironment, EnvironmentConfig, OpenTable
 from prime_composer.recipe.model import ModelConfig as ModelConfig
@@ -54,13 +53,13 @@ Beta = Annotated[float, Ge(0), Lt(1)]  # A decay rate of AdamW's averages
 class TrainerConfig(Table):
     """The optimizer and its loop."""
 
-    steps: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=CARRIED)
+    steps: int = Field(ge=1, le=MOST_STEPS)
     """Optimizer steps."""
 
     until: UntilConfig | None = None
     """End earlier."""
 
-    batch_size: int = Field(default=64, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    batch_size: int = Field(default=64, ge=1, le=LARGEST_BATCH)
     """Rollouts per step, a multiple of rollout.group_size."""
 
     micro_batch_tokens: int = Field(
@@ -71,24 +70,22 @@ class TrainerConfig(Table):
     )
     """Padded tokens per forward pass. Gradients do not depend on it."""
 
-    lr: float = Field(default=1e-5, gt=0, json_schema_extra=CARRIED)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
 
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.98), json_schema_extra=CARRIED)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
 
-    weight_decay: float = Field(default=0.0, ge=0, json_schema_extra=CARRIED)
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
 
-    max_grad_norm: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip of the global gradient norm."""
 
-    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up."""
 
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", json_schema_extra=CARRIED
-    )
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or down to 0."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -100,7 +97,7 @@ class TrainerConfig(Table):
     """Number format of the student's matrix products and its engine. The trained weights are
     float32."""
 
-    gradient_checkpointing: bool = Field(default=False, json_schema_extra=CARRIED)
+    gradient_checkpointing: bool = False
     """Recompute activations in the student's backward pass: less memory, more compute."""
 
     seed: int = Field(
@@ -128,10 +125,10 @@ class Recipe(Table):
     or ``[environments.NAME]``, names those that score its rollouts. Two or more are mixed in
     probability space."""
 
-    reference: ReferenceConfig | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
+    reference: ReferenceConfig | None = None
     """The model against which the teacher is extrapolated (G-OPD), for `sampled_reverse_kl`."""
 
-    loss: AnyLoss = Field(json_schema_extra=CARRIED)
+    loss: AnyLoss
     """The objective: ``type`` and its knobs."""
 
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -150,7 +147,7 @@ class Recipe(Table):
     trainer: TrainerConfig
     """The optimizer and its loop."""
 
-    diloco: DilocoConfig | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
+    diloco: DilocoConfig | None = None
     """Several machines with a slow link between them, each with a whole run of its own."""
 
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -165,10 +162,10 @@ class Recipe(Table):
     checks: ChecksConfig = Field(default_factory=ChecksConfig)
     """Checks during a run."""
 
-    output_dir: str | None = Field(default=None, json_schema_extra=CARRIED)
+    output_dir: str | None = None
     """Run directory. Unset: outputs/<name of the recipe file>."""
 
-    prime_rl: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
+    prime_rl: OpenTable = Field(default_factory=dict)
     """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
 
     @field_validator("data", mode="before")
@@ -248,6 +245,11 @@ class Recipe(Table):
         reference = {} if self.reference is None else {"reference": self.reference}
         return {**self.teacher_tables, **reference}
 
+    @property
+    def kept_checkpoints(self) -> int:
+        """How many of the newest checkpoints a run keeps."""
+        return max(self.checkpoint.keep, 1 if self.diloco is None else 2)
+
     def generated_models(self) -> Iterator[tuple[str, PrepareConfig]]:
         for table, model in self.model_tables.items():
             if isinstance(model.prepare, PrepareConfig):
@@ -271,12 +273,9 @@ class Recipe(Table):
             return len(source.teacher) > 1
         return source.teacher is None and len(self.teachers) > 1
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> "Recipe":
+    def refusals(self) -> Iterator[str]:
         for rule in RULES:
-            for sentence in rule(self):
-                raise ValueError(sentence)
-        return self
+            yield from rule(self)
 
 
 Rule = Callable[[Recipe], Iterator[str]]

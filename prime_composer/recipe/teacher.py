@@ -1,13 +1,14 @@
 """Define the tables of teachers and of the reference."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from prime_composer.problems.config import CHAT_KEYS, DataConfig
-from prime_composer.recipe.backends import ScorerName, Served, backend_of
-from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, uncarried
+from prime_composer.recipe.backends import BackendName, Served, backend_of
+from prime_composer.recipe.carried import uncarried
 from prime_composer.recipe.model import ModelConfig, StudentConfig
 from prime_composer.tables import MOST_STEPS, Table
 
@@ -29,35 +30,31 @@ class PolicyTeacherConfig(Table):
     A rollout without a hint (no correct sibling) is not trained on.
     """
 
-    hint: Literal["reference", "sibling", "feedback"] = Field(
-        default="reference", json_schema_extra=CARRIED
-    )
+    hint: Literal["reference", "sibling", "feedback"] = "reference"
     """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first other correct rollout
     of the same group (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right
     answer (SDPO)."""
 
-    template: str | None = Field(default=None, json_schema_extra=CARRIED)
+    template: str | None = None
     """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
     ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
 
-    update: Literal["live", "ema", "sync", "base"] = Field(default="ema", json_schema_extra=CARRIED)
+    update: Literal["live", "ema", "sync", "base"] = "ema"
     """The teacher's weights: the current policy's, their moving average, a copy renewed every
     ``sync_every`` steps, or with `[student.lora]` the policy's without its adapter, which stay as
     they are and cost no copy."""
 
-    ema_rate: float = Field(default=0.05, gt=0, le=1, json_schema_extra=ONLY_REFUSED)
+    ema_rate: float = Field(default=0.05, gt=0, le=1)
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
     0.001)."""
 
-    sync_every: int = Field(default=10, ge=1, le=MOST_STEPS, json_schema_extra=ONLY_REFUSED)
+    sync_every: int = Field(default=10, ge=1, le=MOST_STEPS)
     """For ``sync``: steps between two copies."""
 
-    @model_validator(mode="after")
-    def _check_template(self) -> "PolicyTeacherConfig":
+    def refusals(self) -> Iterator[str]:
         for name in ("{question}", "{hint}"):
             if name not in self.text:
-                raise ValueError(f"template must contain {name}")
-        return self
+                yield f"template must contain {name}"
 
     @property
     def text(self) -> str:
@@ -71,20 +68,20 @@ class TeacherPromptConfig(Table):
     Of a rollout, the teacher reads its own prompt and then the tokens of the student's completion.
     """
 
-    chat_template: bool | Path | None = Field(default=None, json_schema_extra=CARRIED)
+    chat_template: bool | Path | None = None
     """true: through the chat template of the teacher's own tokenizer. false: as plain text. A path:
     through the template in this file. Unset: plain, or through the teacher's template, as the
     student's is plain or goes through its own."""
 
-    system: str | None = Field(default=None, json_schema_extra=CARRIED)
+    system: str | None = None
     """System message of each conversation that has none in its row; empty for none. Implies
     ``chat_template``."""
 
-    prompt_template: str | None = Field(default=None, json_schema_extra=CARRIED)
+    prompt_template: str | None = None
     """The prompt, with ``{question}`` where the question goes. With a chat template it is the
     user's message."""
 
-    template_args: dict[str, Any] | None = Field(default=None, json_schema_extra=CARRIED)
+    template_args: dict[str, Any] | None = None
     """Variables of the chat template, for example ``{ enable_thinking = false }``. Implies
     ``chat_template``."""
 
@@ -115,12 +112,12 @@ class TeacherConfig(Served, ModelConfig):
     prompt: TeacherPromptConfig | None = None
     """What the teacher reads before an answer, where it is not the student's prompt."""
 
-    base: bool = Field(default=False, json_schema_extra=CARRIED)
+    base: bool = False
     """With `[student.lora]`: the teacher is the student with its adapter switched off. It computes
     in this process with the student's own weights, in float32, and takes no memory for others. Goes
     without `model` and `prepare`. Inside prime-rl it is a server of its own."""
 
-    backend: ScorerName | None = Field(
+    backend: BackendName | None = Field(
         default=None,
         json_schema_extra=uncarried(
             "prime-rl asks a server, which is yours to start", harmless=("server",)
@@ -129,7 +126,7 @@ class TeacherConfig(Served, ModelConfig):
     """What runs the teacher: `vllm`, `transformers`, `server`, or one of your own,
     `my_package.my_module:MyScorer`. Unset: the rollout's backend."""
 
-    tokenizer: Literal["shared", "own"] = Field(default="shared", json_schema_extra=CARRIED)
+    tokenizer: Literal["shared", "own"] = "shared"
     """"shared": the teacher has the student's tokenizer. "own": it has another one, and reads its
     own prompt and the rollout's text; its probabilities of the student's next token are computed
     from its rows. `k` then counts the ids that this resolves. Never guessed."""
@@ -142,14 +139,12 @@ class TeacherConfig(Served, ModelConfig):
     for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
     one."""
 
-    asked_by: Literal["orchestrator", "trainer"] | None = Field(
-        default=None, json_schema_extra=CARRIED
-    )
+    asked_by: Literal["orchestrator", "trainer"] | None = None
     """Inside prime-rl: which of its processes asks the teacher. The trainer's answers need no room
     in prime-rl's samples. Unset: the trainer with k = "full", otherwise the orchestrator. One for
     all teachers. One machine has no such processes."""
 
-    head_on: Literal["device", "cpu"] | None = Field(default=None, json_schema_extra=CARRIED)
+    head_on: Literal["device", "cpu"] | None = None
     """Inside prime-rl, with k = "full": where each trainer rank keeps the teacher's output head.
     "cpu" saves V x d numbers of its device's memory, and copies them to it chunk by chunk, at least
     twice per sequence. Unset: its device. One for all teachers."""
@@ -169,7 +164,7 @@ class TeacherConfig(Served, ModelConfig):
     """Folder in which every answer of the teacher is kept, by what it was asked. A later run asks
     only for what is not there. Made by the first run, or by `prime-rl tape make`."""
 
-    tape_only: bool = Field(default=False, json_schema_extra=CARRIED)
+    tape_only: bool = False
     """Open no teacher: the tape alone answers, and the run ends at the first rollout that it lacks.
     `model` and `prepare` may be left out."""
 
@@ -190,52 +185,41 @@ class TeacherConfig(Served, ModelConfig):
     )
     """Share of the GPU's memory for the teacher's engine."""
 
-    @model_validator(mode="after")
-    def _check_url(self) -> "TeacherConfig":
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         serves = self.backend is not None and backend_of(self.backend).serves
         if serves and self.url is None:
-            raise ValueError(
-                f"backend = {self.backend!r} needs `url`, the base URL of a running vLLM server"
-            )
+            yield (f"backend = {self.backend!r} needs `url`, the base URL of a running vLLM server")
         if self.url is not None and self.backend is not None and not serves:
-            raise ValueError(f"`url` goes with backend = 'server', not {self.backend!r}")
+            yield f"`url` goes with backend = 'server', not {self.backend!r}"
         if self.head is not None and self.url is None:
-            raise ValueError("`head` is for a teacher at a `url`; another one has its own head")
+            yield "`head` is for a teacher at a `url`; another one has its own head"
         if self.url is not None and self.policy is not None:
-            raise ValueError(
+            yield (
                 "`url` is a teacher of its own, and `policy` is the student with a hint: leave one "
                 "of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_base(self) -> "TeacherConfig":
         given = [
             key for key in ("backend", "url", "head", "dtype") if getattr(self, key) is not None
         ]
         given += ["tokenizer"] * (self.tokenizer == "own")
         if self.base and given:
-            raise ValueError(
+            yield (
                 f"`{given[0]}` is of a model of its own, and `base = true` is the student's own "
                 "weights and tokenizer, in float32 on this machine: leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_tape(self) -> "TeacherConfig":
         if self.tape is not None and self.policy is not None:
-            raise ValueError(
+            yield (
                 "`tape` keeps the answers of a fixed teacher, and [teacher.policy] is the student "
                 "itself, whose answers change with each step and hint: leave `tape` out"
             )
         if self.tape is None and self.tape_only:
-            raise ValueError("`tape_only` lets a tape answer: name its folder in `tape`")
+            yield "`tape_only` lets a tape answer: name its folder in `tape`"
         if self.tape_only and self.tokenizer == "own" and self.model is None:
-            raise ValueError(
+            yield (
                 'tokenizer = "own" with `tape_only`: the tape has the teacher\'s answers, not its '
                 "tokenizer; name a directory or hub id that has it in `model`"
             )
-        return self
 
     @property
     def own_backend(self) -> str | None:
@@ -268,17 +252,14 @@ class TeacherConfig(Served, ModelConfig):
 class OneOfSeveralConfig(TeacherConfig):
     """One of several teachers, under ``[teachers.NAME]``."""
 
-    weight: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
+    weight: float = Field(default=1.0, gt=0)
     """Weight in the mixture, relative to the others', where neither [data] nor a row names a
     teacher."""
 
-    @model_validator(mode="after")
-    def _check_no_policy(self) -> "OneOfSeveralConfig":
+    def refusals(self) -> Iterator[str]:
+        yield from super().refusals()
         if self.policy is not None:
-            raise ValueError(
-                "`policy` is self-distillation, which has one teacher: use [teacher.policy]"
-            )
-        return self
+            yield ("`policy` is self-distillation, which has one teacher: use [teacher.policy]")
 
 
 class ReferenceConfig(TeacherConfig):
@@ -287,40 +268,34 @@ class ReferenceConfig(TeacherConfig):
     The teacher's log-prob of a sampled token becomes lambda log q + (1 - lambda) log r.
     """
 
-    start: bool = Field(default=False, json_schema_extra=ONLY_REFUSED)
+    start: bool = False
     """The reference is the student as it is before training, instead of `model` or `prepare`."""
 
-    reward_scale: float = Field(default=1.25, gt=0, json_schema_extra=ONLY_REFUSED)
-    """lambda. Above 1, the student goes beyond the teacher, away from the reference (ExOPD)."""
+    reward_scale: float = Field(default=1.25, gt=0)
+    """lambda. Above 1, the student goes beyond the teacher, away from the
+    reference (ExOPD)."""
 
-    @model_validator(mode="after")
-    def _check_origin(self) -> "ReferenceConfig":
+    def wrong_origin(self) -> Iterator[str]:
         origins = [name for name in ("model", "prepare", "start") if getattr(self, name)]
         if len(origins) != 1:
-            raise ValueError(
+            yield (
                 "give exactly one of `model`, the table `prepare` and `start = true`"
                 + (f", not {' and '.join(origins)}" if origins else "")
             )
         if self.policy is not None:
-            raise ValueError("`policy` is a teacher of its own: use [teacher.policy]")
+            yield "`policy` is a teacher of its own: use [teacher.policy]"
         if self.base:
-            raise ValueError("`base` is a teacher's: the student before training is start = true")
+            yield "`base` is a teacher's: the student before training is start = true"
         if self.start and self.url is not None:
-            raise ValueError(
+            yield (
                 "`start = true` opens the student's weights on this machine, and `url` is a "
                 "server: name the model that it serves in `model`, or leave `url` out"
             )
         if self.on_overflow != "error":
-            raise ValueError(
+            yield (
                 f"on_overflow = {self.on_overflow!r} is the teacher's key: a token is either "
                 "scored by both or left out. Leave it out here"
             )
-        if self.reward_scale == 1:
-            raise ValueError(
-                "reward_scale = 1 is the teacher itself, without the reference: leave [reference] "
-                "out, or set another scale"
-            )
-        return self
 
     def resolved(self, student: StudentConfig) -> "ReferenceConfig":
         """Return the table with the student's origin in the place of ``start``."""
@@ -328,9 +303,3 @@ class ReferenceConfig(TeacherConfig):
             return self
         origin = {"model": student.model, "prepare": student.prepare}
         return self.model_copy(update={**origin, "start": False})
-
-    def is_model_of(self, teacher: TeacherConfig) -> bool:
-        """Whether a teacher is the same model, at the same URL where both have one."""
-        if (self.model, self.prepare) != (teacher.model, teacher.prepare):
-            return False
-        return None in (self.url, teacher.url) or self.url == teacher.url

@@ -1,12 +1,12 @@
 """Define the tables of what watches a run: evaluation, logging, checkpoints and checks."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from prime_composer.recipe.carried import CARRIED, uncarried
+from prime_composer.recipe.carried import uncarried
 from prime_composer.tables import LARGEST_BATCH, MOST_STEPS, Table
 
 ALL_STEPS = uncarried("prime-rl trains all steps of a run")
@@ -15,10 +15,10 @@ ALL_STEPS = uncarried("prime-rl trains all steps of a run")
 class EvalConfig(Table):
     """Evaluation on held-out problems: greedy answers, and reverse KL on rollouts at T = 1."""
 
-    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, le=MOST_STEPS)
     """Steps between evaluations. 0: only before the first step and after the last."""
 
-    size: int = Field(default=200, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    size: int = Field(default=200, ge=1, le=LARGEST_BATCH)
     """Held-out problems for accuracy, the same ones every time."""
 
     kl_size: int = Field(
@@ -87,23 +87,13 @@ class UntilConfig(Table):
         )
 
 
-def check_measured(until: UntilConfig | None, measured: Collection[str]) -> None:
-    """Refuse an end by a metric that the first evaluation lacks."""
-    if until is not None and until.metric not in measured:
-        found = ", ".join(name for name in measured if name.startswith("eval/")) or "nothing"
-        raise ValueError(
-            f"trainer.until.metric = {until.metric!r} would never end the run: the evaluation "
-            f"before the first step has measured {found}; choose another metric"
-        )
-
-
 class WandbConfig(Table):
     """Weights & Biases. Needs ``pip install wandb``."""
 
-    project: str = Field(json_schema_extra=CARRIED)
+    project: str
     """Project."""
 
-    name: str | None = Field(default=None, json_schema_extra=CARRIED)
+    name: str | None = None
     """Run name. Unset: the run directory's name."""
 
 
@@ -123,11 +113,11 @@ class LoggingConfig(Table):
 class CheckpointConfig(Table):
     """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
 
-    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, le=MOST_STEPS)
     """Steps between checkpoints. 0: only after the last step."""
 
-    keep: int = Field(default=2, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
-    """Number of the newest checkpoints to keep."""
+    keep: int = Field(default=2, ge=1, le=LARGEST_BATCH)
+    """Number of the newest checkpoints to keep. An island keeps at least 2."""
 
     merge: bool = Field(
         default=False,

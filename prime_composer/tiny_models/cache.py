@@ -15,7 +15,6 @@ from typing import Any
 
 from prime_composer.backends.errors import os_error
 from prime_composer.backends.model_files import cache_root, fingerprint, unusable
-from prime_composer.extras import pip_install
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
@@ -221,17 +220,25 @@ def prepare_model(
     ``rebuilt`` names what this command has trained, which ``rebuild`` leaves as it is.
     """
     models = (cache_dir or cache_root()) / "models"
-    key = cache_key(config, problems) or _key_of_download(config, problems)
+    key = cache_key(config, problems)
+    if key is None:  # a damaged model's source is on the hub, and its config is fetched
+        from prime_composer.backends.hf_model import read_config
+
+        assert isinstance(config, DamagedConfig)
+        read_config(config.source)
+        key = cache_key(config, problems)
+        assert key is not None, "the download is in the Hugging Face cache"
     path = models / key
     rebuild = rebuild and path not in rebuilt
     if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
         return found
+    from filelock import FileLock
+
     with _cache_errors(models):
         models.mkdir(parents=True, exist_ok=True)
-    with _locked(models / f"{key}.lock"):
-        if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
-            return found
-        with _cache_errors(models):
+        with FileLock(models / f"{key}.lock"):
+            if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
+                return found
             unfinished = models / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
@@ -263,12 +270,12 @@ def _write_model(
     rebuilt: bool,
 ) -> dict[str, Any]:
     """Write a model and its tokenizer into ``folder``, and return what there is to say of it."""
-    with _libraries():
-        if isinstance(config, DamagedConfig):
-            from prime_composer.tiny_models.damage import damage_model
+    if isinstance(config, DamagedConfig):
+        from prime_composer.tiny_models.damage import damage_model
 
-            return damage_model(config, folder)
-        from prime_composer.tiny_models import training
+        return damage_model(config, folder)
+    from prime_composer.tiny_models import training
+
     data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
     if unpruned is None:
         loss = training.build_model(config, problems, folder, progress)
@@ -277,39 +284,3 @@ def _write_model(
     loss = _description(unpruned)["loss"]
     progress(config.sft_steps, config.sft_steps, loss)
     return {"data": data, "loss": loss, "unpruned": weights_digest(unpruned)}
-
-
-def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
-    """Return the cache key of a damaged model whose source is on the hub: its config is fetched."""
-    assert isinstance(config, DamagedConfig)
-    with _libraries():
-        from prime_composer.backends.hf_model import read_config
-
-        read_config(config.source)
-    key = cache_key(config, problems)
-    if key is None:
-        raise ValueError(f"{config.source}: the Hugging Face cache (HF_HOME) cannot be used")
-    return key
-
-
-@contextmanager
-def _libraries() -> Iterator[None]:
-    """Within the block, turn a missing library into one sentence."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(
-            f"preparing a model on the spot needs {error.name}: {pip_install('local')}"
-        ) from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` as a lock file. The operating system releases it if the process dies."""
-    import fcntl
-
-    with _cache_errors(path.parent):
-        file = path.open("w")
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

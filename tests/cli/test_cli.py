@@ -387,12 +387,13 @@ def test_islands_of_which_one_fails_are_all_stopped(
     island.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(island))
     words = ("--islands", "2", "--output-dir", tmp_path / "out")
+    (tmp_path / "out" / "island_0" / "checkpoints" / "step_000002").mkdir(parents=True)
     done = cli("rl", "--config", tiny_file, "--engine", "local", *ISLANDS, *words)
     assert done.returncode == 3
     assert "island 1 ended with exit status 3" in done.stdout
     assert "island 0 ended by signal 15" in done.stdout
-    _, _, command = done.stdout.partition("continue all of them with\n")
-    assert f"--output-dir {tmp_path / 'out'} --islands 2 --resume" in command
+    _, _, command = done.stdout.partition("all islands: step 2 is saved; continue with\n")
+    assert command.endswith(f"--islands 2 --output-dir {tmp_path / 'out'} --resume\n")
 
 
 def test_island_without_a_lighthouse_says_how_to_start_one(

@@ -137,7 +137,7 @@ def test_run_rewritten_history_is_a_sample_of_its_own(play: Any) -> None:
 
 
 def test_run_template_that_strips_answers_branches(play: Any, tmp_path: Path) -> None:
-    """A turn that the chat template does not keep is warned of at the start, and not re-tokenized.
+    """A turn that the chat template does not keep is not re-tokenized.
 
     The student trains on the ids that it sampled, spaces included.
     """
@@ -148,12 +148,6 @@ def test_run_template_that_strips_answers_branches(play: Any, tmp_path: Path) ->
         args={"script": ["go on"]},
     )
     assert words(play, episode) == [[" one <|im_end|>"], ["two<|im_end|>"]]
-    assert "does not keep an answer such as ' 7'" in play.warnings[0]
-
-
-def test_run_template_that_keeps_answers_warns_of_nothing(play: Any) -> None:
-    play(lambda text: " one ", args={"script": ["go on"]})
-    assert play.warnings == []
 
 
 def test_run_agrees_with_the_graph_of_verifiers(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,17 +298,8 @@ def test_run_code_that_blocks_ends_the_run(play: Any, monkeypatch: pytest.Monkey
         play(lambda text: "x", args={"script": [{"block": 4}], "tasks": 1}, timeout=0.2)
 
 
-def test_open_environment_unknown_id_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the installed packages, those that need verifiers are environments."""
-    from prime_composer.environments import opening
-
-    needs = {"tiny-tolks": ["verifiers>=0.3"], "tiny-talks": ["numpy"], "prime-composer": None}
-    installed = [
-        SimpleNamespace(metadata={"Name": name}, requires=requires)
-        for name, requires in needs.items()
-    ]
-    monkeypatch.setattr(opening.metadata, "distributions", lambda: installed)
-    with pytest.raises(RecipeError, match=r"The nearest installed: tiny_tolks\. Install it: pip"):
+def test_open_environment_unknown_id_is_not_installed() -> None:
+    with pytest.raises(RecipeError, match=r"is not installed\. Install it: pip"):
         open_environment("x", EnvironmentConfig(id="tiny-tolk"))
 
 

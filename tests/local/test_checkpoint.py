@@ -149,9 +149,6 @@ def test_checkpoint_that_is_not_its_own_is_refused(case: str, tmp_path: Path) ->
     change(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=words):
         whole_checkpoint(tmp_path)
-    if case == "renamed":
-        with pytest.raises(DamagedCheckpoint, match="state of step 2, not of step 99"):
-            list_checkpoints(tmp_path)[-1].load()
 
 
 @pytest.mark.parametrize(

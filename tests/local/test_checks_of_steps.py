@@ -423,7 +423,7 @@ def test_collapse_stops_a_run_and_keeps_what_was_before(tiny_recipe: Raw, tmp_pa
     raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": ENTROPY}}
     with pytest.raises(RunStopped, match=r"step 3: .* in a row: 3; first in step 1\)") as stopped:
         run(raw, tmp_path / "run")
-    assert "nats per token" in str(stopped.value) and "--resume" in str(stopped.value)
+    assert "nats per token" in str(stopped.value) and "step 3 is saved" in str(stopped.value)
     assert [one.step for one in list_checkpoints(tmp_path / "run")] == [3]
     # Continued, it has still collapsed.
     with pytest.raises(RunStopped, match=r"step 4: .* in a row: 4; first in step 1\)"):

@@ -63,7 +63,7 @@ def test_plan_counts_no_more_problems_than_are_held_out(tiny_recipe: Raw) -> Non
                 "loss": {"type": "self_distillation", "k": 8},
                 "rollout__max_model_len": 100,
             },
-            "raise rollout.max_model_len from 100 to",
+            "context has 100, .* raise rollout.max_model_len to",
         ),
         ({"student": {"model": "/no/such/folder"}}, "is neither a directory on this machine"),
         (
@@ -138,7 +138,7 @@ def test_context_that_is_unset_fits_the_data_and_the_models(tiny_recipe: Raw) ->
     raw = tiny_recipe()
     del raw["rollout"]["max_model_len"]
     assert any(line.endswith("; the context is 256") for line in planned(raw))
-    with pytest.raises(PreflightError, match="sampler takes 256; that is the model's window"):
+    with pytest.raises(PreflightError, match="sampler takes 256; .* lower rollout.max_tokens"):
         planned({**raw, "rollout": {**raw["rollout"], "max_tokens": 250}})
 
 

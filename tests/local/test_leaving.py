@@ -76,10 +76,11 @@ def test_train_error_before_the_update_saves_the_step_before(
     with pytest.raises(RunStopped) as caught:
         run(raw, tmp_path / "run")
     assert str(caught.value) == (
-        "the teacher at http://h:1 is away; step 3 is safe in "
-        f"{tmp_path}/run/checkpoints/step_000003; continue with --resume"
+        "the teacher at http://h:1 is away; step 3 is saved in "
+        f"{tmp_path}/run/checkpoints/step_000003"
     )
-    assert caught.value.step == 3 and isinstance(caught.value.__cause__, ServerGone)
+    assert caught.value.checkpoint is not None and caught.value.checkpoint.step == 3
+    assert isinstance(caught.value.__cause__, ServerGone)
     monkeypatch.undo()
     run(raw, tmp_path / "run", resume=True)
     assert_same_run(tmp_path / "run", whole)
@@ -100,7 +101,7 @@ def test_train_error_after_the_update_saves_that_step(
         "evaluation": (module.Evaluator, "student", 3),
     }[owner]
     failing(monkeypatch, *target, ServerGone("away"))
-    with pytest.raises(RunStopped, match="away; step 4 is safe"):
+    with pytest.raises(RunStopped, match="away; step 4 is saved"):
         run(raw, tmp_path / "run")
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
     assert "eval/accuracy" not in read_metrics(tmp_path / "run")[-1]
@@ -117,11 +118,11 @@ ERRORS: dict[str, tuple[list[Any], dict[str, int], str, list[int]]] = {
         [AWAY, (checkpoint_module.torch, "save", 2, FULL)],
         {},
         "^the teacher is away; step 3 could not be saved either: .*No space left on device.*"
-        "step 2 is safe in .*/run/checkpoints/step_000002",
+        "step 2 is saved in .*/run/checkpoints/step_000002",
         [2],
     ),
     "full disk at the metrics of step 4": (
-        [(Tracker, "log", 5, FULL, True)], {}, "^metrics.jsonl: No space left.*step 2 is safe", [2]
+        [(Tracker, "log", 5, FULL, True)], {}, "^metrics.jsonl: No space left.*step 2 is saved", [2]
     ),
     "in the first step": (
         [(Collector, "sample", 1, ServerGone("away"))], {}, "away; no earlier step is saved", []
@@ -130,7 +131,7 @@ ERRORS: dict[str, tuple[list[Any], dict[str, int], str, list[int]]] = {
     "another teacher": (
         [CHANGED],
         {"every": 1, "keep": 9},
-        "another model now; step 2 is safe .*; continue with --resume --step 2$",
+        "another model now; step 2 is saved in .*step_000002$",
         [1, 2, 3],
     ),
 }  # fmt: skip
@@ -232,7 +233,7 @@ def test_checkpoints_at_once_counts_those_of_the_run(
 ) -> None:
     """Six steps: with ``every`` 2 three checkpoints, of which ``keep`` and a new one are there."""
     raw = tiny_recipe(trainer__steps=6, checkpoint={"every": every, "keep": keep})
-    assert checkpoints_at_once(parse_recipe(raw).checkpoint, done, 6) == count
+    assert checkpoints_at_once(parse_recipe(raw), done) == count
 
 
 @pytest.mark.slow

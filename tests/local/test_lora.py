@@ -200,7 +200,9 @@ def test_preflight_stops_a_sampler_without_the_adapter(
         sampler: Any = engine.sampler
         receive = sampler.update_weights
         monkeypatch.setattr(sampler, "update_weights", lambda model: receive(base_of(model)))
-        with pytest.raises(PreflightError, match=r"After a weight sync .* it kept old weights"):
+        with pytest.raises(
+            PreflightError, match=r"After a weight sync .* the sampler kept old weights"
+        ):
             preflight(engine, recipe, lambda text: None)
 
 

@@ -175,7 +175,7 @@ def test_weight_sync_names_a_stale_tied_head(sampler, tied_model, monkeypatch):
         sampler.forget_prefixes()
 
     monkeypatch.setattr(sampler, "update_weights", update_by_parameters)
-    with pytest.raises(PreflightError, match="kept the old lm_head, .* send state_dict"):
+    with pytest.raises(PreflightError, match="disagree by .* lm_head.weight .* tied"):
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
@@ -183,7 +183,7 @@ def test_weight_sync_names_a_stale_tied_head(sampler, tied_model, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("forget_prefixes", "reuses cached prefixes .* reset its prefix cache"),
+        ("forget_prefixes", "disagree by .* reset its prefix cache"),
         ("update_weights", "kept old weights"),
     ],
 )
@@ -220,7 +220,7 @@ def deaf(sampler, updates=0):
         (rounded, "bfloat16", None),
         (deaf, "float32", "kept old weights"),
         (deaf, "bfloat16", "kept old weights"),
-        (lambda sampler: deaf(sampler, 1), "float32", "works only once"),
+        (lambda sampler: deaf(sampler, 1), "float32", "After a second weight sync"),
     ],
 )
 def test_weight_sync_that_does_not_work_is_refused(models, tied_model, spoil, dtype, words):
@@ -365,13 +365,16 @@ SIBLING = {"hint": "sibling", "template": "{question} {hint}"}
     [
         # E_p[grad log p] = 0: it would walk at random.
         ({"loss": {"type": "sft"}}, r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"),
-        (hinted({}, max_model_len=100), "raise rollout.max_model_len from 100 to"),
+        (hinted({}, max_model_len=100), "context has 100, .* raise rollout.max_model_len to"),
         (
             hinted({"template": "{question} {hint}" + " x" * 150}, max_model_len=1000),
-            "has only 256 positions",
+            "the student 256 positions",
         ),
         # A sibling's text may take all of max_tokens, whatever the data's own solutions take.
-        (hinted(SIBLING, max_tokens=90, max_model_len=200), "max_model_len from 200"),
+        (
+            hinted(SIBLING, max_tokens=90, max_model_len=200),
+            "context has 200, .* raise rollout.max_model_len to",
+        ),
     ],
     ids=["sft", "context", "positions", "sibling"],
 )

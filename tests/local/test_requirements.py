@@ -50,13 +50,6 @@ def cut(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
-def shard(folder: Path) -> None:
-    """Leave one of two shards."""
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def without(*names: str) -> Spoil:
     def spoil(folder: Path) -> None:
         for name in names:
@@ -67,16 +60,13 @@ def without(*names: str) -> Spoil:
 
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
-    "no config": (without("config.json"), "has no config.json"),
+    "no config": (without("config.json"), "has no config.json that is a JSON object"),
     "broken config": (
         lambda folder: (folder / "config.json").write_text("{") and None,
-        "has a config.json that is no JSON object",
+        "has no config.json that is a JSON object",
     ),
     "no weights": (without("*.safetensors"), "has no weights (model.safetensors"),
     "half of the weights": (cut, "has only a part of model.safetensors; copy it again"),
-    "a shard is missing": (
-        shard, "lacks 1 of its 2 files of weights, such as model-2.safetensors"
-    ),
     "no tokenizer": (without("tokenizer*"), "has no tokenizer (tokenizer.json"),
     "empty": (without("*"), "has no config.json"),
 }  # fmt: skip

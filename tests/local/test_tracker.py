@@ -48,11 +48,11 @@ def test_read_metrics_leaves_out_a_cut_last_line(tmp_path: Path) -> None:
     ("damage", "said", "kept"),
     [
         ([0, 1, 2, 3], None, [0, 1, 2, 3]),
-        ([0, 1], "has no numbers of the steps 2 to 3 (a crash", [0, 1]),
-        ([0, "{", 2, 2, "5", "\0\0"], "has no numbers of the steps 1, 3", [0, 2]),
-        ([1, 2, 3], "has no numbers of step 0", [1, 2, 3]),
-        ([], "has no numbers of the steps 0 to 3", []),
-        (None, "is gone, and with it the numbers of the steps 0 to 3", []),
+        ([0, 1], "lacks the numbers of 2 of the steps 0 to 3 (a crash", [0, 1]),
+        ([0, "{", 2, 2, "5", "\0\0"], "lacks the numbers of 2 of the steps 0 to 3", [0, 2]),
+        ([1, 2, 3], "lacks the numbers of 1 of the steps 0 to 3", [1, 2, 3]),
+        ([], "lacks the numbers of 4 of the steps 0 to 3", []),
+        (None, "lacks the numbers of 4 of the steps 0 to 3", []),
     ],
     ids=["whole", "end", "middle", "start", "empty", "gone"],
 )

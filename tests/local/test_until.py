@@ -91,18 +91,6 @@ def test_run_whose_metric_rises_has_all_its_steps(
     assert (outcome.steps, outcome.best, outcome.interrupted) == (12, None, False)
 
 
-def test_metric_that_is_not_measured_ends_the_run_before_step_1(
-    monkeypatch: pytest.MonkeyPatch, tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """As the KL, where a tape that answers alone has no scores of the rollouts."""
-    monkeypatch.setattr(Evaluator, "student", lambda self: {METRIC: 0.5})
-    wanted = {"metric": "eval/reverse_kl", "plateau": 1}
-    display = Silent()
-    with pytest.raises(ValueError, match=r"trainer.until.metric = .*measured eval/accuracy; ch"):
-        run(of_until(tiny_recipe, trainer__until=wanted), tmp_path / "run", display)
-    assert display.steps == []
-
-
 def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:
     line = "ends earlier where eval/accuracy is no better at 2 evaluations"
     assert line in planned(of_until(tiny_recipe))

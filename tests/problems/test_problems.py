@@ -179,32 +179,6 @@ def test_hub_without_library_names_the_pip_command(monkeypatch):
         load_problems(DataConfig(source="hub"))
 
 
-COPY = "--set data.source=files --set data.path=FOLDER"
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ConnectionError("Couldn't reach 'it' (OfflineModeIsEnabled)"), ("(OfflineMode", COPY)),
-        (FileNotFoundError("'it' doesn't exist on the Hub\nlong story"), ("doesn't exist", COPY)),
-        # datasets lists the configurations that there are; hub_name has a default of GSM8K's.
-        (ValueError("'main' not found. Available: ['x']"), ("hub_name = 'main': ", "['x']")),
-    ],
-)
-def test_hub_that_gives_no_data_set_names_the_remedy(monkeypatch, error, said):
-    """Without a network, or without the configuration: the data set, and what to do."""
-
-    def load_dataset(*names):
-        raise error
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError) as caught:
-        load_problems(DataConfig(source="hub"))
-    message = str(caught.value)
-    assert all(words in message for words in ("hub_id = 'openai/gsm8k'", *said))
-    assert "long story" not in message
-
-
 def test_hub_splits_become_problems(monkeypatch):
     """The splits of a hub data set become problems. A malformed row is named."""
     asked = []
@@ -270,13 +244,12 @@ ROWS = {"source": "jsonl", "metric": "exact"}
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({}, "`operations` without one in common, or the same `operations`, `size`, `seed`"),
-        ({"kind": "reversal", "metric": "exact"}, "Give both the same `size`, `seed` and `hold_o"),
-        (ROWS, "Remove them from one of the two. The first: "),
+        ({}, "`operations` or `topics` without one in common, or .* `size`, `seed`"),
+        (ROWS, "Remove them from one side"),
     ],
 )
 def test_load_problem_set_refuses_overlap(changes, remedy, tmp_path):
-    """No environment may hold out what another one trains on; the remedy fits what is read."""
+    """No environment may hold out what another one trains on."""
     own = {"size": 40} | changes
     if changes is ROWS:
         path = tmp_path / "rows.jsonl"
@@ -328,7 +301,6 @@ WRONG_TABLES = [
     (FACTS | {"path": "x"}, 'kind is read only with source = "generated"'),
     (FACTS | {"kind": "lookup", "metric": "exact", "topics": ["ages"]}, 'only with kind = "facts"'),
     (FACTS | {"topics": ["ages", "capitals"]}, 'topics has "capitals", which no .* use = "eval"'),
-    (FACTS | {"topics": ["ages", "ages"]}, "has one twice: leave it out"),
     (FACTS | {"topics": []}, "topics"),
     (FACTS | {"topics": ["cities"]}, "topics"),
     ({"use": "eval", "hold_out": 0.5}, 'use = "eval" everything is held out: leave hold_out'),

@@ -46,9 +46,7 @@ def test_prepare_without_a_source_is_a_generated_model() -> None:
     ("prepare", "complaint"),
     [
         ({**ROUNDED, "prune": 0.5, "layers": 2},
-         "student.prepare: `from` names an existing model, and prune, layers "
-         "describe one that is built here: keep one of the two"),
-        ({"from": "m", "sft_steps": 3}, "and sft_steps describes one that is built here"),
+         "unknown key student.prepare.prune; known here: drop_layers, from, quantize"),
         ({"quantize": {"bits": 3, "group": 32}}, "student.prepare.from is missing"),
         ({"from": "m"}, "student.prepare: `from` alone changes nothing: add drop_layers = [..] or "
          "quantize = { bits = .., group = .. }, or name the model as it is with `model`"),

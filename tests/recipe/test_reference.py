@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from docs import reference
 from prime_composer.losses import LOSS_TYPES
-from prime_composer.recipe import reference
 from prime_composer.recipe.schema import Recipe
 from tests.recipe.marks import marks
 

@@ -95,12 +95,6 @@ METHODS = "    def generate(self): ...\n    def update_weights(self): ...\n"
             "refuses a context .*: set X.within_positions to True or False",
         ),
         (f"class X:\n    serves = 'no'\n{METHODS}", "bad:X", "set X.serves to True or False"),
-        (f"class X:\n{FLAGS}", "bad:X", "is no sampler: X has no method generate"),
-        (
-            f"class X:\n{FLAGS}    def generate(self): ...",
-            "bad:X",
-            "is no sampler: X has no method update_weights",
-        ),
     ],
 )
 def test_recipe_refuses_what_is_no_sampler(
@@ -111,12 +105,6 @@ def test_recipe_refuses_what_is_no_sampler(
     with pytest.raises(RecipeError, match=f"rollout.backend: .*{message}") as error:
         parse_recipe(tiny_recipe(rollout__backend=name))
     assert repr(name) in str(error.value)
-
-
-def test_recipe_refuses_a_sampler_as_a_scorer(tiny_recipe: Raw) -> None:
-    message = "teacher.backend: backend 'my_sampler:QueueSampler' is no scorer: .* method score"
-    with pytest.raises(RecipeError, match=message):
-        parse_recipe(tiny_recipe(teacher__backend=QUEUE))
 
 
 SERVED = f"class X:\n    serves = True\n    within_positions = False\n{METHODS}"

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import import_transformers, load_student
-from prime_composer.local.dry_run import dry_run
-from prime_composer.local.requirements import check_models
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.prepare import DamagedConfig
-from prime_composer.recipe.schema import RecipeError
 from prime_composer.tiny_models.cache import cache_key, prepare_model
 from prime_composer.tiny_models.rounding import round_to_nearest
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import tiny_models
+from tests.local.helpers import planned, tiny_models
 
 transformers = import_transformers()
 
@@ -155,11 +151,6 @@ def test_key_depends_on_the_layers_not_on_their_order(source: Path, problems: Pr
     assert str(only).startswith("rounded-3bit-8-") and len({both, only, *keys}) == 4
 
 
-def recipe_of(source: Path, layers: list[int]) -> dict[str, Any]:
-    prepare = {"from": str(source), "drop_layers": layers}
-    return {**TINY_RECIPE, "student": {"prepare": prepare}, "teacher": {"model": str(source)}}
-
-
 @pytest.mark.parametrize(
     ("layers", "complaint"),
     [
@@ -170,18 +161,15 @@ def recipe_of(source: Path, layers: list[int]) -> dict[str, Any]:
 def test_layers_that_the_model_lacks_are_refused(
     layers: list[int], complaint: str, source: Path, problems: ProblemSet, tmp_path: Path
 ) -> None:
-    """Before the run, and where the model is prepared alone; nothing is left in the cache."""
-    recipe = parse_recipe(recipe_of(source, layers))
-    with pytest.raises(RecipeError) as caught:
-        check_models(recipe)
-    assert str(caught.value) == f"[student.prepare] {complaint.format(source)}"
-    with pytest.raises(ValueError, match="drop_layers names"):
+    """Nothing is left in the cache."""
+    with pytest.raises(ValueError) as caught:
         prepare_model(without(source, *layers), problems, tmp_path)
+    assert str(caught.value) == complaint.format(source)
     left = {path.name.partition(".")[2] for path in (tmp_path / "models").iterdir()}
     assert left <= {"lock", "unfinished"}
 
 
 def test_plan_names_the_layers_to_remove(source: Path) -> None:
-    recipe = parse_recipe(recipe_of(source, [1, 3]))
-    lines = dry_run(recipe, load_problem_set(recipe.sources))
-    assert lines[0] == f"student: to be prepared now: {source}, without its layers 1, 3"
+    student = {"prepare": {"from": str(source), "drop_layers": [1, 3]}}
+    raw = {**TINY_RECIPE, "student": student, "teacher": {"model": str(source)}}
+    assert planned(raw)[0] == f"student: to be prepared now: {source}, without its layers 1, 3"

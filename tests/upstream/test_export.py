@@ -13,14 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.recipe.carried import models_in
+from prime_composer.recipe.carried import keys_not_carried, models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.environment import SETTINGS, load_split
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.export import plan as export_plan
-from prime_composer.upstream.export.exporter import keys_not_carried
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.versions import records
@@ -28,7 +27,7 @@ from prime_composer.upstream.versions.config_fields import importable_fields, pr
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
-from tests.recipe.marks import marks
+from tests.recipe.marks import export_of, marks
 from tests.upstream import stand_in_configs
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
@@ -606,7 +605,7 @@ MARKS = marks(Recipe)
 
 def kinds(export):
     """Keys of a recipe that its marks treat in one way."""
-    return sorted(key for key, mark in MARKS.items() if mark.export == export)
+    return sorted(key for key, mark in MARKS.items() if export_of(key, mark) == export)
 
 
 def another_value(key):
@@ -614,7 +613,7 @@ def another_value(key):
     if key in OTHER_VALUES:
         return OTHER_VALUES[key]
     mark, field = MARKS[key], field_of(key)
-    usual = mark.harmless if mark.export == "not carried" else (field.default,)
+    usual = (field.default,) if mark is None else mark.harmless
     read = TypeAdapter(Annotated[field.annotation, None, *field.metadata])
     for value in (*literals(field.annotation), *COMMON_VALUES):
         with suppress(ValidationError):
@@ -771,7 +770,7 @@ def test_not_carried_key_of_several_has_its_own_name():
     raw["teachers"]["b"]["dtype"] = "float16"
     raw["environments"] = {"sums": {"chat_template": False}}
     expected = ["teachers.b.dtype", "environments.sums.chat_template"]
-    assert list(keys_not_carried(parse_recipe(raw))) == expected
+    assert list(dict(keys_not_carried(parse_recipe(raw)))) == expected
 
 
 def add_v1_1(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.recipe.carried import keys_set
+from prime_composer.recipe.carried import keys_not_carried
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.export.instructions import head_comment
 from prime_composer.upstream.export.plan import ExportPlan, unbuilt_models
@@ -84,17 +84,5 @@ def export_recipe(
             "`prime-composer prepare --config FILE`, then export again, or name existing models: "
             f"{' '.join(f'--set {name}.model=DIR' for name in unbuilt)}"
         )
-    lost = keys_not_carried(recipe)
+    lost = dict(keys_not_carried(recipe))
     return Export(version, table, head_comment(plan, table, lost), lost)
-
-
-def keys_not_carried(recipe: Recipe) -> dict[str, str]:
-    """Return each key that the recipe sets and prime-rl has no setting for, with the reason.
-
-    The marks on the recipe's fields say which. One whose value loses nothing is left out.
-    """
-    return {
-        entry.key: entry.mark.why
-        for entry in keys_set(recipe)
-        if entry.mark.export == "not carried" and entry.value not in entry.mark.harmless
-    }

@@ -1,8 +1,8 @@
 """Write the reference of every recipe key as Markdown, from the pydantic models.
 
-python -m prime_composer.recipe.reference                  # print it
-python -m prime_composer.recipe.reference --write FILE     # renew it between the markers of FILE
-python -m prime_composer.recipe.reference --check FILE     # fail if FILE is stale
+python -m docs.reference                  # print it
+python -m docs.reference --write FILE     # renew it between the markers of FILE
+python -m docs.reference --check FILE     # fail if FILE is stale
 
 The page is recipes/reference.md. In the guide, recipes/README.md, the same command renews the table
 of refused pairs, from ``rules.py``.
@@ -22,13 +22,13 @@ from prime_composer.losses import LossConfig
 from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
 from prime_composer.losses.table import built_in_losses, generate, page_parser, summary_of
 from prime_composer.recipe.carried import mark_of, models_in
-from prime_composer.recipe.rules import pairs_table
+from prime_composer.recipe.rules import PAIRS
 from prime_composer.recipe.schema import Recipe
 
-BEGIN = "<!-- reference: begin, from python -m prime_composer.recipe.reference --write FILE -->"
+BEGIN = "<!-- reference: begin, from python -m docs.reference --write FILE -->"
 END = "<!-- reference: end -->"
 
-BEGIN_PAIRS = "<!-- pairs: begin, from python -m prime_composer.recipe.reference --write FILE -->"
+BEGIN_PAIRS = "<!-- pairs: begin, from python -m docs.reference --write FILE -->"
 END_PAIRS = "<!-- pairs: end -->"
 
 TYPE_NAMES: dict[Any, str] = {
@@ -150,7 +150,7 @@ def _row(model: type[BaseModel], name: str) -> str:
     kind = _cell(_type_name(field.annotation) + _bounds(field.metadata))
     default = _cell(_default_of(field))
     meaning, mark = field.description or "", mark_of(model, name)
-    if mark is not None and mark.export == "not carried":
+    if mark is not None:
         meaning += f" Not exported: {mark.why}."
     return f"| {key} | {kind} | {default} | {_cell(_markdown(meaning))} |"
 
@@ -231,10 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = page_parser("The reference of every recipe key.").parse_args(arguments)
     path = options.write or options.check
     if path is not None and BEGIN_PAIRS in path.read_text(encoding="utf-8"):
-        markers, content = (BEGIN_PAIRS, END_PAIRS), pairs_table()
+        rows = [f"| {refused} | {instead} |" for refused, instead in PAIRS.items()]
+        content = "\n".join(["| refused | instead |", "|---|---|", *rows]) + "\n"
+        markers = (BEGIN_PAIRS, END_PAIRS)
     else:
         markers, content = (BEGIN, END), reference()
-    return generate("prime_composer.recipe.reference", markers, content, options)
+    return generate("docs.reference", markers, content, options)
 
 
 if __name__ == "__main__":
