@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.losses.needs import missing_inputs
-from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
+from prime_composer.upstream.keys import IMPORT_PATH, SECTION, SWITCH, TOKENIZERS_KEY
 from prime_composer.upstream.versions.records import LOSS_V0_7
 from prime_composer.upstream.versions.toml_shapes import at
 
@@ -124,15 +124,11 @@ def asker(run: LaunchedRun) -> Iterator[str]:
     if not settings.trainer_asks:
         return
     give_k = 'leave asked_by = "trainer" and k = "full" out, and give the loss a number k.'
-    for key, given, of_recipe in (
-        (TOKENIZERS_KEY, settings.teacher_tokenizers, 'tokenizer = "own"'),
-        (PROMPTS_KEY, settings.teacher_prompts, "[teacher.prompt]"),
-    ):
-        if given:
-            yield (
-                f"{key} (of a recipe: {of_recipe}): such prompts are rendered from messages, and "
-                f"the trainer has no messages: {give_k}"
-            )
+    if settings.teacher_tokenizers:
+        yield (
+            f'{TOKENIZERS_KEY} (of a recipe: tokenizer = "own"): a teacher reads its own tokens of '
+            f"messages, which the trainer has not: {give_k}"
+        )
     of_all = run.at("orchestrator.train.algo") or run.at("orchestrator.algo")
     every, *sources = run.train_tables()
     for path, table in sources or [every]:

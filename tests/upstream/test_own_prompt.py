@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import math
+import os
+import types
 
 import pytest
 import torch
@@ -10,13 +13,21 @@ pytest.importorskip("numpy")
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
-from prime_composer.upstream.orchestrator import messages  # noqa: E402
+from prime_composer.backends.protocols import Rollout  # noqa: E402
+from prime_composer.contract import TeacherHead  # noqa: E402
+from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from prime_composer.upstream import launches, left_prompts  # noqa: E402
+from prime_composer.upstream.keys import SWITCH  # noqa: E402
+from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
+from prime_composer.upstream.teachers import read_entries  # noqa: E402
+from prime_composer.upstream.trainer.questions import TeacherConnections, Wanted  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.teachers.own import STUDENT, wrapped  # noqa: E402
 from tests.upstream import test_own_tokenizer as own  # noqa: E402
+from tests.upstream.test_orchestrator import client_module  # noqa: E402
 
 switch = own.switch
 student = own.student
@@ -117,6 +128,78 @@ def test_mixture_of_two_prompts_is_that_of_their_rows(served, switch, tokenizers
     q += rows(served[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
     expected = q.log().gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
     assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
+
+
+def asked_of_orchestrator(trace):
+    """Let prime-rl's orchestrator ask for the scores of a rollout, and return what it gets."""
+
+    async def ask():
+        hooks.SCORING.set(hooks.Scoring(True, [trace]))
+        client = types.SimpleNamespace(default_headers={})
+        return await client_module().prefill_logprobs(client, "m3", trace.branches[0].token_ids)
+
+    return asyncio.run(ask())
+
+
+PLACE = 7  # Of a rollout in its micro-batch
+
+
+def rollout_of(trace):
+    """Return a rollout as the trainer has it."""
+    ids = torch.tensor(trace.branches[0].token_ids)
+    mask = torch.tensor([trains for node in trace.nodes for trains in node.mask])
+    return Rollout(ids, mask, torch.full(ids.shape, torch.nan), "length", 0)
+
+
+def scores_of_trainer(served, rollout, hidden=False):
+    """Return a teacher's scores of a rollout that the trainer asks for."""
+    entries = [{"url": served.url, "model": served.model, "weight": 1.0}]
+    place = slice(PLACE, PLACE + len(rollout.token_ids))
+    connections = TeacherConnections(entries, own.K, hidden, own_prompts=[served.model])
+    try:
+        (scores,) = connections.ask([Wanted(place, rollout, read_entries(entries))])()
+    finally:
+        connections.frozen(read_entries(entries)[0]).scorer.close()
+    return scores
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_trainer_asks_behind_the_prompts_that_were_left(
+    hidden, served, switch, tokenizers, student, tmp_path, monkeypatch
+):
+    """The orchestrator has the messages, and the trainer the tokens."""
+    switch(asked_by="trainer", **own_prompt(tokenizers, **PROMPT))
+    monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
+    trace = own.conversation(student, "abcab", "c ab")
+    assert all(map(math.isnan, asked_of_orchestrator(trace)[1:]))
+    assert not served[0].engine.asked
+    head = TeacherHead(served[0].engine.weight, tolerance=1e-4, origin="The teacher")
+    monkeypatch.setattr(ServerScorer, "_teacher_head", lambda _: head)
+    rollout = rollout_of(trace)
+    scores = scores_of_trainer(served[0], rollout, hidden)
+    assert scores.start == PLACE + rollout.start
+    for (turn, places), prompt in zip(turns_of(trace), READ, strict=True):
+        q = rows(served[0], prompt, turn)
+        at = torch.tensor(places) - rollout.start
+        sampled = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0]
+        torch.testing.assert_close(scores.ref_logprobs[at].double(), sampled, atol=1e-4, rtol=0)
+        assert torch.equal(scores.token_ids[at], q.topk(own.K).indices)
+        if hidden:
+            (share,) = scores.hidden
+            found = (share.states[at].double() @ share.head.weight.double().T).log_softmax(-1)
+            torch.testing.assert_close(found, q, atol=1e-4, rtol=0)
+    assert torch.equal(scores.all_scored, rollout.trained)
+
+
+def test_prompt_that_was_not_left_is_named(served, student, switch, tmp_path, monkeypatch):
+    """In processes without a launch, and of another launch."""
+    monkeypatch.setattr(left_prompts, "SECONDS", 0)
+    rollout = rollout_of(own.conversation(student, "abcab"))
+    with pytest.raises(ValueError, match=f"launcher `rl`.*{SWITCH}=@FILE"):
+        scores_of_trainer(served[0], rollout)
+    monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
+    with pytest.raises(ValueError, match="teacher_prompts.*'m3'.*let both processes reach"):
+        scores_of_trainer(served[0], rollout)
 
 
 def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, student):

@@ -21,7 +21,6 @@ SAMPLED = {"type": "sampled_reverse_kl"}
 RL = {"type": "default"}
 OPD = {"type": "opd", "teacher": {"name": "t", "base_url": "http://host:1/v1", "headers": {}}}
 OWN = {"t": "d"}
-PROMPTS = {"t": {"tokenizer": "d", "system": "Be brief."}}
 
 
 def source(**changes):
@@ -55,11 +54,8 @@ ROWS = {
         BOTH, {}, {"orchestrator": {"train": {"min_abs_advantage": 0.01}}}, "set it to 0"),
     "states by the orchestrator": (FULL, {"asked_by": "orchestrator"}, {}, "leave asked_by out"),
     "tokenizers, by the trainer": (
-        TOP, {"asked_by": "trainer", "teacher_tokenizers": OWN}, {}, "tokenizer.*no messages.*leave"
+        TOP, {"asked_by": "trainer", "teacher_tokenizers": OWN}, {}, "tokenizer.*leave"
     ),
-    "prompts, by the trainer": (
-        TOP, {"asked_by": "trainer", "teacher_prompts": PROMPTS}, {}, "teacher_prompts.*asked_by"),
-    "prompts of states": (FULL, {"teacher_prompts": PROMPTS}, {}, 'teacher.prompt.*k = "full" out'),
     "a hint of states": (FULL, {}, source(algo={"type": "opsd"}), f"{SECOND} .*opsd.*a number k"),
     "hints by the trainer": (
         TOP, {"asked_by": "trainer"},

@@ -610,11 +610,12 @@ def replay_numbers(result, steps):
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 # Seven rollouts of which no two fit one micro-batch, for two ranks: one more micro-batch trains
 # nothing, so that both have four.
+PROMPT = {"system": "You are kind, and answer in one letter.", "chat_template": True}
 UNEVEN = {"ranks": 2, "batch": 7, "seq_len": 40}
 FULL_RUNS = [
     pytest.param(UNEVEN, marks=newest),
     pytest.param({"tied": True, "fused": False, "stops": [*STOPS]}, marks=other),
-    pytest.param({"tied": True, "ranks": 2}, marks=other),
+    pytest.param({"tied": True, "ranks": 2, "prompt": PROMPT}, marks=other),
     pytest.param({"several": True, "lora": True}, marks=other),
 ]
 
@@ -627,22 +628,39 @@ def untrained_sequences(result):
     ]
 
 
-def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=()):
+def own_prompt(result, tokens):
+    """Return what a teacher with ``PROMPT`` reads in the place of a prompt of the student."""
+    tokenizer = load_tokenizer(result["models"] / "teacher")
+    question = tokenizer.decode(tokens).split("user\n")[1].split("<|im_end|>")[0]
+    messages = [
+        {"role": "system", "content": PROMPT["system"]},
+        {"role": "user", "content": question},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=(), prompt=None):
     """Return float64's numbers of the steps, by the files that the trainer's ranks read.
 
     Args:
         mixture: weights of the teachers by role, of a sequence.
         stops: ids that are one outcome.
+        prompt: ``PROMPT`` where the teacher reads its own.
     """
     prompts = {
-        json.dumps(r["in"] + r["out"]): len(r["in"]) for r in generate_requests(result, "student")
+        json.dumps(r["in"] + r["out"]): r["in"] for r in generate_requests(result, "student")
     }
+
+    def of_prompt(read):
+        return {"prompt": len(read), "read": own_prompt(result, read) if prompt else read}
+
     steps = []
     for version, ranks in enumerate(step_batches(result)):
         rollouts = [
             {
                 "tokens": tokens,
-                "prompt": prompts[json.dumps(tokens)],
+                **of_prompt(prompts[json.dumps(tokens)]),
                 "teachers": {
                     str(result["models"] / role): w for role, w in mixture(tokens).items()
                 },
@@ -681,7 +699,7 @@ def check_whole_vocabulary(result, how, name="topk_reverse_kl"):
     known = {json.dumps(r["in"]) for r in asked if "hidden" not in r["kinds"]}
     assert len(known) <= how.get("ranks", 1) < len(asked)  # each rank's known request
     mixture = mixture_of(result) if "several" in how else lambda tokens: {"teacher": 1.0}
-    expected = full_reference(result, mixture, how.get("stops", ()))
+    expected = full_reference(result, mixture, how.get("stops", ()), how.get("prompt"))
     rows = metric_rows(result)
     losses, values = (
         [row[key] for row in rows if key in row] for key in ("loss/mean", f"{name}/kl/mean")

@@ -38,6 +38,7 @@ from prime_composer.upstream.orchestrator.hints import (
     with_two_hints,
 )
 from prime_composer.upstream.orchestrator.messages import (
+    leave_prompts,
     read_of,
     scored_by_prompt,
     scored_by_tokenizer,
@@ -117,6 +118,10 @@ def hook_client(module: Any) -> None:
         if header is not None and settings.teacher_tokenizers:
             raise ValueError(f"{TOKENIZERS_KEY}: such a teacher {NOT_IN_A_MIXTURE}")
         if settings.trainer_asks and frozen:
+            names = {model} if header is None else {one.model for one in teachers_of(header)}
+            traces = () if scoring is None else scoring.traces
+            for name in names & {*(settings.teacher_prompts or ())}:
+                await said(leave_prompts(REQUESTS, name, traces, token_ids))
             return marked(wire.unscored(len(token_ids)))
 
         @functools.cache  # once for all teachers of a mixture

@@ -37,6 +37,7 @@ from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.own_prompt import (
     PLAIN,
     ConversationPrompts,
+    StudentAnswer,
     as_template_reads,
     conversation,
     own_messages,
@@ -46,6 +47,7 @@ from prime_composer.teachers.own_prompt import (
 )
 from prime_composer.teachers.own_tokenizer import ByRows, FirstTokens, served_ids
 from prime_composer.teachers.tokenizer_pair import ends_of, make_pair
+from prime_composer.upstream import left_prompts
 from prime_composer.upstream.keys import PROMPTS_KEY, SWITCH, TOKENIZERS_KEY
 from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.settings import AdapterSettings
@@ -129,9 +131,8 @@ async def scored_by_prompt(
 
     What is no turn of the student is not ``scored``.
     """
-    prompts = await requests.compute(served_prompts, name)
     rollout = rollout_of(*branch_of(traces, token_ids))
-    pieces = await requests.compute(pieces_of, rollout, prompts)
+    pieces = await requests.compute(answers_behind, name, rollout)
     answers = await asyncio.gather(
         *(
             requests.score(
@@ -146,6 +147,19 @@ async def scored_by_prompt(
         )
     )
     return scores_of_rollout(rollout, [*zip(pieces, answers, strict=True)], start=1)
+
+
+def answers_behind(name: str, rollout: Rollout) -> list[StudentAnswer]:
+    """Return the student's answers, behind the prompts of the teacher that is served so."""
+    return pieces_of(rollout, served_prompts(name))
+
+
+async def leave_prompts(
+    requests: Requests, name: str, traces: Sequence[Any], token_ids: Sequence[int]
+) -> None:
+    """Leave the prompts of a branch to the trainer, which asks the teacher."""
+    rollout = rollout_of(*branch_of(traces, token_ids))
+    left_prompts.leave(name, await requests.compute(answers_behind, name, rollout))
 
 
 def sampled_of(branch: Any) -> Bool[Tensor, " seq"]:

@@ -267,7 +267,13 @@ class TrainerAdapter:
                 "launcher `rl` fills them in. Where processes are started one by one, add "
                 f"{example} to the JSON object: {EXAMPLE}"
             )
-        return TeacherConnections(settings.teachers, self.k, hidden, settings.head_on or "device")
+        return TeacherConnections(
+            settings.teachers,
+            self.k,
+            hidden,
+            settings.head_on or "device",
+            (settings.teacher_prompts or {}).keys(),
+        )
 
     @property
     def _on_rl_tokens(self) -> bool:

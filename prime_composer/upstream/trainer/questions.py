@@ -7,7 +7,7 @@ parallelism all ranks of a group ask the same.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,10 +25,12 @@ from prime_composer.recipe.backends import Served
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
 from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
+from prime_composer.teachers.own_prompt import OwnPromptScorer
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
 from prime_composer.upstream import meeting
 from prime_composer.upstream.keys import SWITCH
+from prime_composer.upstream.left_prompts import LeftPromptScorer
 from prime_composer.upstream.log import log
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
 
@@ -82,8 +84,11 @@ def wanted_of(
 class Frozen:
     """A served teacher whose weights never change, and a request whose scores are known."""
 
-    def __init__(self, scorer: ServerScorer, k: int, hidden: bool):
+    def __init__(
+        self, scorer: ServerScorer, k: int, hidden: bool, reader: OwnPromptScorer | None = None
+    ):
         self.scorer = scorer
+        self._reader = reader or scorer  # asks with the prompts that the teacher reads
         self._k = k
         self._hidden = hidden
         self._known: KnownRequest | None = None
@@ -94,7 +99,7 @@ class Frozen:
         return in_background(self._score, rollouts).result
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Scores]:
-        scores = self.scorer.score(rollouts, self._k, hidden=self._hidden)
+        scores = self._reader.score(rollouts, self._k, hidden=self._hidden)
         with self._watching:  # several micro-batches are asked for at once
             self._watch(rollouts)
         return scores
@@ -127,8 +132,16 @@ class Frozen:
 class TeacherConnections:
     """Connections to the teachers' servers, and their output heads."""
 
-    def __init__(self, entries: Entries, k: int, hidden: bool, head_on: str = "device"):
+    def __init__(
+        self,
+        entries: Entries,
+        k: int,
+        hidden: bool,
+        head_on: str = "device",
+        own_prompts: Collection[str] = (),  # names of teachers that read prompts of their own
+    ):
         self.entries = entries
+        self._own_prompts = own_prompts
         self.k = k
         self.hidden = hidden
         self._head_on = head_on
@@ -149,7 +162,9 @@ class TeacherConnections:
             meeting.compare_with_student(scorer.origin, scorer, lambda: scorer.limits.max_model_len)
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
-            self._frozen[key] = Frozen(scorer, self.k, self.hidden)
+            own = teacher.model in self._own_prompts
+            reader = LeftPromptScorer(scorer, teacher.model) if own else None
+            self._frozen[key] = Frozen(scorer, self.k, self.hidden, reader)
         return self._frozen[key]
 
     def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:

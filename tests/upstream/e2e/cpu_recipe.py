@@ -39,6 +39,7 @@ def native(
     lr=1e-2,
     replay=False,
     apart=False,
+    prompt=None,
     lora=False,
     batch=BATCH,
 ):
@@ -53,6 +54,7 @@ def native(
         environments: tables of the recipe's [environments], in the place of the sums.
         rollout: more keys of the recipe's [rollout]. A renderer there is used in the place of
             Qwen3's.
+        prompt: the recipe's [teacher.prompt].
         replay: the trainer uses the experts that the student's server has used.
         rl: adds an environment with prime-rl's own rl loss. Our loss is not in the file
             then, but in PRIME_COMPOSER.
@@ -78,6 +80,8 @@ def native(
         recipe["student"]["lora"] = {"rank": 8, "alpha": 32}
     if apart:
         recipe["teacher"]["tokenizer"] = "own"
+    if prompt is not None:
+        recipe["teacher"]["prompt"] = prompt
     if asked_by is not None:
         recipe["teacher"]["asked_by"] = asked_by
     model = {

@@ -4,7 +4,8 @@ usage: reference_full.py STUDENT STEPS.json STOPS.json
 
 Imports nothing of this package. STUDENT is the folder of a model. STEPS is a list of {"weights":
 folder of the student's weights in that step or null for its own, "rollouts": list of {"tokens",
-"prompt": its length, "teachers": {folder: its weight}}}. STOPS is a list of ids, which are one
+"prompt": its length, "read": what the teachers read in its place, "teachers": {folder: its
+weight}}}. STOPS is a list of ids, which are one
 outcome. Prints JSON:
 
     steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
@@ -37,14 +38,15 @@ def divergences(model, teachers, rollouts, stops):
     """Return the KL of each completion token, one tensor per rollout."""
     parts = []
     for rollout in rollouts:
-        tokens, prompt = rollout["tokens"], rollout["prompt"]
+        tokens, prompt, read = rollout["tokens"], rollout["prompt"], rollout["read"]
         p = distribution(model, tokens, stops)
+        p, own = p[prompt - 1 : -1], [*read, *tokens[prompt:]]
         with torch.no_grad():
             q = sum(
-                weight * distribution(teachers[folder], tokens, stops)
+                weight * distribution(teachers[folder], own, stops)[len(read) - 1 : -1]
                 for folder, weight in rollout["teachers"].items()
             )
-        parts.append((p * (p.log() - q.log())).sum(-1)[prompt - 1 : -1])
+        parts.append((p * (p.log() - q.log())).sum(-1))
     return parts
 
 
