@@ -19,7 +19,6 @@ BEGIN = "<!-- tables: begin, from python -m tests.benchmarks.capacity --write FI
 END = "<!-- tables: end -->"
 
 K = 32
-TRAINER_GPUS = (1, 64)
 
 PEAK_FLOPS = 989e12
 TRAINER_UTILIZATION = 0.4
@@ -39,31 +38,25 @@ ASSUMPTIONS = (
     (
         "peak of a GPU, P",
         f"{PEAK_FLOPS / 1e12:.0f} TFLOPS",
-        "H100 SXM, bfloat16 without sparsity: half of the 1,979 of "
-        "[NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)",
+        "H100 SXM, bfloat16 without sparsity "
+        "([NVIDIA](https://www.nvidia.com/en-us/data-center/h100/))",
     ),
     (
         "share of it that training reaches, u",
         f"{TRAINER_UTILIZATION}",
-        "0.38 to 0.43 for 405B on 8,192 to 16,384 H100 "
-        "([The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), table 4)",
+        "0.38 to 0.43 for 405B ([Llama 3](https://arxiv.org/abs/2407.21783), table 4)",
     ),
     (
         "share of it that prefill reaches, w",
         f"{PREFILL_UTILIZATION}",
-        "chosen between training's and the 0.76 of large batches on TPU v4 "
-        "([Pope et al.](https://arxiv.org/abs/2211.05102))",
+        "chosen below 0.76 on TPU v4 ([Pope et al.](https://arxiv.org/abs/2211.05102))",
     ),
     (
         "API process, hidden states of width d",
         f"d / {HIDDEN_WIDTH:,} times those of width {HIDDEN_WIDTH:,}",
         "not measured at 8,192",
     ),
-    (
-        "memory of a GPU; share that weights may take",
-        f"{GPU_BYTES / 1e9:.0f} GB; {WEIGHTS_SHARE}",
-        "the data sheet; chosen, so that a cache has room",
-    ),
+    ("memory of a GPU; share for weights", f"{GPU_BYTES / 1e9:.0f} GB; {WEIGHTS_SHARE}", "chosen"),
 )
 """What is assumed: name, value, source."""
 
@@ -169,7 +162,7 @@ def need(student: Model, teacher: Model, full: bool) -> Need:
 
 
 def tables() -> str:
-    """Return assumptions, measured constants, and what 1 and 64 trainer GPUs need."""
+    """Return assumptions, measured constants, and what a trainer GPU needs."""
     lines = ["| assumed | value | source |", "|---|---|---|"]
     lines += [f"| {name} | {value} | {source} |" for name, value, source in ASSUMPTIONS]
     lines += ["", "| measured | µs of CPU per token | one process carries, tokens/s | program |"]
@@ -177,40 +170,27 @@ def tables() -> str:
     for name, (low, high), program in MEASURED:
         carried = f"{rounded(1e6 / high)} to {rounded(1e6 / low)}"
         lines.append(f"| {name} | {low:g} to {high:g} | {carried} | {program} |")
-    lines += ["", "| model | parameters in products, N | width | vocabulary | GPUs per server |"]
-    lines += ["|---|---|---|---|---|"]
-    lines += [
-        f"| {model.name} | {model.product_parameters / 1e9:.2f} B | {model.width:,} | "
-        f"{model.vocab:,} | {model.gpus_per_server} |"
-        for model in (QWEN3_0_6B, *dict.fromkeys((QWEN3_8B, LLAMA_8B, LLAMA_70B)))
-    ]
-    for student, teacher in PAIRS:
-        lines += ["", f"{student.name} from {teacher.name}:", ""]
-        lines += [
-            "| K | trainer GPUs | tokens/s | teacher GPUs busy | servers × GPUs | "
-            "network, Gbit/s | API processes busy, plugin | JSON |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for full in (False, True):
-            needed = need(student, teacher, full)
-            lines += [row(needed, teacher, full, count) for count in TRAINER_GPUS]
+    lines += ["", "| student from teacher: N | K | tokens/s | teacher GPUs busy | "]
+    lines[-1] += "GPUs per server | network, Gbit/s | API processes busy, plugin | JSON |"
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines += [row(student, teacher, full) for student, teacher in PAIRS for full in (False, True)]
     return "\n".join(lines) + "\n"
 
 
-def row(needed: Need, teacher: Model, full: bool, count: int) -> str:
-    """Return the row of ``count`` trainer GPUs."""
-    servers = math.ceil(count * needed.teacher_gpus / teacher.gpus_per_server)
+def row(student: Model, teacher: Model, full: bool) -> str:
+    """Return the row of a pair of models and a support."""
+    needed = need(student, teacher, full)
 
     def span(busy: tuple[float, float] | None) -> str:
-        return "-" if busy is None else " to ".join(rounded(count * value) for value in busy)
+        return "-" if busy is None else " to ".join(map(rounded, busy))
 
     cells = (
+        " from ".join(f"{m.name}: {m.product_parameters / 1e9:.2f} B" for m in (student, teacher)),
         '`"full"`' if full else f"{K}",
-        f"{count:,}",
-        rounded(count * needed.tokens),
-        rounded(count * needed.teacher_gpus),
-        f"{servers if servers < 100 else rounded(servers)} × {teacher.gpus_per_server}",
-        rounded(count * needed.bytes * 8e-9),
+        rounded(needed.tokens),
+        rounded(needed.teacher_gpus),
+        f"{teacher.gpus_per_server}",
+        rounded(needed.bytes * 8e-9),
         span(needed.api),
         span(needed.json),
     )
