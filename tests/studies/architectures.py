@@ -364,12 +364,11 @@ def fill_here(name: str, cell: str, folder: Path) -> None:
 
 PAGE = """# Architectures
 
-What student and teacher do with each backend of one machine, for random tiny models of each
-architecture in float32. Every cell walked the whole road: dry run, a step, a checkpoint, and for a
-teacher a second run over the whole vocabulary. A number is the largest distance to float64, in
-nats: log mu and log p of a student, before and after new weights; log q, top K and reverse KL of a
-teacher. `refused` is a sentence at the dry run, `ended` one when the run opens its models; their
-reasons are below the table. vLLM is its CPU build: a GPU's may do more.
+What student and teacher do with each backend of one machine, for random tiny models in float32. A
+number is the largest distance to float64 in nats (a student's log-probs before and after new
+weights; a teacher's, its top K and reverse KL), over a dry run, a step and a checkpoint. `refused`:
+an error at the dry run. `ended`: an error when the run opens its models. vLLM is its CPU build: a
+GPU's may do more.
 
     python -m tests.studies.architectures --write recipes/architectures.md
 
