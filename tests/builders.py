@@ -196,7 +196,7 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
 def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
     """Return the inputs with garbage at the masked positions of every tensor, one after another."""
     outside = ~inputs.loss_mask
-    numbers = torch.tensor(garbage).repeat(len(outside))[: len(outside)]
+    numbers = torch.tensor(garbage)[(outside.cumsum(0) - 1) % len(garbage)]
 
     def spoiled(values: Tensor) -> Tensor:
         at, fill = (x if values.dim() == 1 else x.unsqueeze(-1) for x in (outside, numbers))

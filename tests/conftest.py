@@ -12,9 +12,9 @@ import sys  # noqa: E402
 from importlib.abc import MetaPathFinder  # noqa: E402
 from importlib.util import cache_from_source  # noqa: E402
 
-from jaxtyping import install_import_hook  # noqa: E402
+from tests import annotations  # noqa: E402
 
-install_import_hook("prime_composer", "beartype.beartype")
+annotations.install("prime_composer")
 
 
 class CompiledFiles(MetaPathFinder):

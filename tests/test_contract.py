@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
@@ -156,18 +154,17 @@ def test_metrics_have_the_same_keys_on_every_call(representative):
 
 def test_masked_positions_change_nothing(config):
     """Loss, gradient and metrics are the same whatever the masked positions contain."""
-    inputs = packed_inputs(config)
+    inputs = packed_inputs(config, mask=torch.arange(12) % 2 == 0)
     out, grads = loss_and_grads(config, inputs)
-    assert (~inputs.loss_mask).any()
-    for garbage in (0.0, -math.inf, math.nan, math.inf, -1e30):
-        spoiled_out, spoiled_grads = loss_and_grads(config, with_garbage(inputs, garbage))
-        torch.testing.assert_close(spoiled_out.loss, out.loss, rtol=1e-14, atol=0)
-        for a, b in zip(spoiled_grads, grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-16)
-        for name in out.metrics:
-            torch.testing.assert_close(
-                spoiled_out.metrics[name], out.metrics[name], rtol=1e-12, atol=1e-15
-            )
+    spoiled = with_garbage(inputs, 0.0, -math.inf, math.nan, math.inf, -1e30)
+    spoiled_out, spoiled_grads = loss_and_grads(config, spoiled)
+    torch.testing.assert_close(spoiled_out.loss, out.loss, rtol=1e-14, atol=0)
+    for a, b in zip(spoiled_grads, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-16)
+    for name in out.metrics:
+        torch.testing.assert_close(
+            spoiled_out.metrics[name], out.metrics[name], rtol=1e-12, atol=1e-15
+        )
 
 
 def test_the_loss_of_a_pack_is_the_sum_of_its_sequences(config):
@@ -280,28 +277,29 @@ def test_very_improbable_tokens_stay_finite(config):
 
 
 def test_the_gradient_is_the_derivative_of_the_value(differentiable):
-    """Central differences along single entries, and along random directions of all entries.
+    """Central differences along random directions of all entries at once.
 
-    Surrogates contain a stop-gradient, and have closed forms elsewhere.
+    No direction is at a right angle to the error of a wrong gradient. Surrogates contain a
+    stop-gradient, and have closed forms elsewhere.
     """
     config = differentiable
     inputs = packed_inputs(config, seed=3)
     _, grads = loss_and_grads(config, inputs)
     loss, generator, eps = setup_loss_fn(config), torch.Generator().manual_seed(0), 1e-6
+    leaves = student_leaves(inputs)
+    sizes = [leaf.numel() for leaf in leaves]
+    gradient = torch.cat([grad.flatten() for grad in grads])
     with torch.no_grad():
-        for leaf, grad in zip(student_leaves(inputs), grads, strict=True):
-            entries = torch.eye(leaf.numel(), dtype=leaf.dtype)[:: max(1, leaf.numel() // 8)]
-            mixed = torch.randn(3, leaf.numel(), dtype=leaf.dtype, generator=generator)
-            start = leaf.clone()
-            for direction in torch.cat([entries, mixed / mixed.norm(dim=1, keepdim=True)]):
-                values = []
-                for sign in (1, -1):
-                    leaf.copy_(start + sign * eps * direction.view_as(leaf))
-                    values.append(loss(inputs).loss.item())
-                leaf.copy_(start)
-                difference = (values[0] - values[1]) / (2 * eps)
-                derivative = float(grad.flatten() @ direction)
-                assert derivative == pytest.approx(difference, rel=2e-6, abs=2e-8)
+        start = torch.cat([leaf.flatten() for leaf in leaves])
+        for direction in torch.randn(3, sum(sizes), dtype=start.dtype, generator=generator):
+            values = []
+            for sign in (1, -1):
+                moved = (start + sign * eps * direction).split(sizes)
+                for leaf, entries in zip(leaves, moved, strict=True):
+                    leaf.copy_(entries.view_as(leaf))
+                values.append(loss(inputs).loss.item())
+            difference = (values[0] - values[1]) / (2 * eps)
+            assert float(gradient @ direction) == pytest.approx(difference, rel=2e-6, abs=2e-8)
 
 
 def test_the_order_of_the_support_does_not_matter(representative):
@@ -443,29 +441,23 @@ def test_every_loss_says_how_it_takes_stale_rollouts():
             assert "importance ratio" in said[1], fn
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(
-    index=st.lists(st.integers(0, 11), min_size=1, max_size=9),
-    garbage=st.sampled_from([0.0, -math.inf, math.nan]),
-)
-def test_padding_anywhere_changes_nothing(representative, index, garbage):
-    """Each position of ``index`` occurs twice, the second time masked and in its own sequence."""
+def test_padding_anywhere_changes_nothing(representative):
+    """Positions occur again after themselves, masked and in a sequence of their own."""
     config = representative
     inputs = packed_inputs(config, seed=4, mask=torch.ones(12, dtype=torch.bool))
     out, grads = loss_and_grads(config, inputs)
-    order = torch.tensor([t for t in range(12) for _ in range(1 + index.count(t))])
-    real = torch.cat([torch.ones(1, dtype=torch.bool), order[1:] != order[:-1]])
-    padded = with_garbage(rows(inputs, order, loss_mask=real), garbage)
-    padded_out, padded_grads = loss_and_grads(config, padded)
-    torch.testing.assert_close(padded_out.loss, out.loss, rtol=1e-11, atol=1e-12)
-    for grad, expected in zip(padded_grads, grads, strict=True):
-        torch.testing.assert_close(grad[real], expected, rtol=1e-11, atol=1e-13)
-        assert (grad[~real] == 0).all()
+    for index in ([0, 0, 3, 5, 5, 5, 11], [*range(12), 11, 11, 11]):
+        order = torch.tensor([t for t in range(12) for _ in range(1 + index.count(t))])
+        real = torch.cat([torch.ones(1, dtype=torch.bool), order[1:] != order[:-1]])
+        padded = with_garbage(rows(inputs, order, loss_mask=real), 0.0, -math.inf, math.nan)
+        padded_out, padded_grads = loss_and_grads(config, padded)
+        torch.testing.assert_close(padded_out.loss, out.loss, rtol=1e-11, atol=1e-12)
+        for grad, expected in zip(padded_grads, grads, strict=True):
+            torch.testing.assert_close(grad[real], expected, rtol=1e-11, atol=1e-13)
+            assert (grad[~real] == 0).all()
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(order=st.permutations(range(4)))
-def test_the_order_of_the_sequences_does_not_matter(representative, order):
+def test_the_order_of_the_sequences_does_not_matter(representative):
     """Eight sequences of three tokens. Chosen and rejected responses stay adjacent."""
     config = representative
     mask = torch.rand(24, generator=torch.Generator().manual_seed(1)) > 0.2
@@ -473,7 +465,7 @@ def test_the_order_of_the_sequences_does_not_matter(representative, order):
     inputs = packed_inputs(config, seq=24, seed=5, mask=mask)
     inputs = rows(inputs, torch.arange(24), segment_ids=segments)
     out, grads = loss_and_grads(config, inputs)
-    index = torch.cat([torch.arange(6) + 6 * pair for pair in order])
+    index = torch.cat([torch.arange(6) + 6 * pair for pair in (2, 0, 3, 1)])
     shuffled = rows(inputs, index, segment_ids=segments)
     shuffled_out, shuffled_grads = loss_and_grads(config, shuffled)
     torch.testing.assert_close(shuffled_out.loss, out.loss, rtol=1e-11, atol=1e-12)

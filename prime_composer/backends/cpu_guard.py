@@ -60,11 +60,13 @@ def hide_cuda_packages() -> None:
         return
     modules: dict[str, Any] = sys.modules
     for name in OPTIONAL_PACKAGES:
+        if name in modules:
+            continue
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if name not in modules and not version.endswith("+cpu"):
+        if not version.endswith("+cpu"):
             modules[name] = None
             # datasets notes at its import that torchcodec is there.
             if name == "torchcodec" and "datasets" in modules:

@@ -264,9 +264,9 @@ def test_rendering_long_texts_takes_time_by_their_length() -> None:
     """Looking for lost words in a document of 20,000 words takes no more than a second."""
     tokenizer = make_tokenizer()
     problem = Problem(" ".join(f"word{place}" for place in range(20_000)), "4")
-    start = time.perf_counter()
+    start = time.process_time()
     render_prompt(problem, CHAT, tokenizer)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_ends_of_chat_of_a_template_without_answers_is_none() -> None:
