@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prime_composer import divergences
 from prime_composer.contract import Logits, TwoHeads
-from prime_composer.full_vocabulary import WholeVocabulary, compare, kernel, teacher_logprobs
+from prime_composer.full_vocabulary import WholeVocabulary, blocks, compare, teacher_logprobs
 from prime_composer.full_vocabulary import token_blocks as general
 from prime_composer.full_vocabulary.heads import check
 from tests.builders import LargestTensor
@@ -129,8 +129,7 @@ def plain_adaptive(two, mass):
             top.append(v)
         shares.append(sum(gaps[v] for v in top) / sum(gaps))
     weight = torch.tensor(shares, dtype=torch.float64)
-    forward, reverse = log_q.exp() * (log_q - log_p), log_p.exp() * (log_p - log_q)
-    return (weight.unsqueeze(1) * forward + (1 - weight.unsqueeze(1)) * reverse).sum(-1)
+    return weight * plain_forward(two) + (1 - weight) * plain_reverse(two)
 
 
 OBJECTIVES = {
@@ -454,22 +453,28 @@ def test_any_divergence_is_the_function_of_log_probs(name, setting):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("padding", [0, 6])
 @pytest.mark.parametrize("sizes", BLOCKS)
 @pytest.mark.parametrize("name", EVERY)
-def test_blocks_change_no_number(name, sizes, monkeypatch):
+def test_blocks_change_no_number(name, sizes, padding, monkeypatch):
     """A result is the same whatever the blocks, up to the rounding of float64 sums."""
-    two, ours = (
-        heads(logits(0, v=V + 6, softcap=4.0), logits(1, d=D_TEACHER)),
-        asked(name, **EVERY[name]),
-    )
+    student, ours = logits(0, v=V + padding, softcap=4.0), asked(name, **EVERY[name])
+    two = heads(student, logits(1, d=D_TEACHER))
     expected = value_and_gradients(ours, two)
     rows, chunk = sizes
-    monkeypatch.setitem(kernel.BLOCKS, "cpu", sizes)
+    monkeypatch.setitem(blocks.BLOCKS, "cpu", sizes)
     monkeypatch.setitem(general.TOKENS, "cpu", rows)
     monkeypatch.setitem(general.CHUNK, "cpu", chunk)
     monkeypatch.setitem(general.CACHED, "cpu", 2 * rows * V)
     for found, wanted in zip(value_and_gradients(ours, two), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_teachers_log_probs_at_ids_are_its_softmax_in_any_blocks(monkeypatch):
+    monkeypatch.setitem(general.TOKENS, "cpu", 3)
+    two, ids = heads(), torch.randint(0, V, (N, 2), generator=torch.Generator().manual_seed(4))
+    expected = log_outcomes(two)[1].gather(1, ids)
+    torch.testing.assert_close(teacher_logprobs(two, ids), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -525,10 +530,13 @@ def test_the_teacher_gets_no_gradient(name):
     assert two.teachers[0].hidden.grad is None and two.teachers[0].weight.grad is None
 
 
-@pytest.mark.parametrize("name,largest", [("kls_and_entropy", 500), ("adaptive_kl", 8 * 500)])
+@pytest.mark.parametrize(
+    "name,largest",
+    [("kls_and_entropy", 500), ("generalized_jsd", 8 * 500), ("adaptive_kl", 8 * 500)],
+)
 def test_the_logits_of_a_batch_never_exist_at_once(name, largest, monkeypatch):
     """Of 16,000 logits a kernel has a block, and token blocks those of eight tokens."""
-    monkeypatch.setitem(kernel.BLOCKS, "cpu", (8, 60))
+    monkeypatch.setitem(blocks.BLOCKS, "cpu", (8, 60))
     monkeypatch.setitem(general.LOGITS, "cpu", 8 * 500)
     two = heads(logits(0, n=32, d=1, v=500), logits(1, n=32, d=1, v=500))
     with LargestTensor() as watch:

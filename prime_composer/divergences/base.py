@@ -106,7 +106,7 @@ class _WithSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, values: Tensor, slope: Tensor) -> Tensor:
         ctx.save_for_backward(slope)
-        return values.clone()
+        return values
 
     @staticmethod
     @once_differentiable

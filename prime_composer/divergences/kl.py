@@ -116,12 +116,12 @@ def generalized_jsd(
     if beta == 1:
         return reverse_kl(student_logprobs, teacher_logprobs, normalization)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
-    # -inf is bounded, because 0 * -inf is NaN.
+    # -inf is bounded, because 0 * -inf is NaN. In place: over whole vocabularies each pass costs.
     log_p, log_q = p.detach().clamp(min=LEAST), q.clamp(min=LEAST)
-    p_share, q_share = (1 - beta) * torch.exp(log_p), beta * torch.exp(log_q)
-    log_m = torch.log(p_share + q_share).clamp(min=LEAST)
-    slope = p_share * (log_p - log_m)  # the derivatives by way of m cancel
-    return with_slope(p, q_share * (log_q - log_m) + slope, slope).sum(-1)
+    p_share, q_share = torch.exp(log_p).mul_(1 - beta), torch.exp(log_q).mul_(beta)
+    log_m = (p_share + q_share).log_().clamp_(min=LEAST)
+    slope = log_p.sub_(log_m).mul_(p_share)  # the derivatives by way of m cancel
+    return with_slope(p, log_q.sub_(log_m).mul_(q_share).add_(slope), slope).sum(-1)
 
 
 def taid_target(

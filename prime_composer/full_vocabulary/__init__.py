@@ -7,8 +7,8 @@ the teacher's head.
 
 The KLs and TAID are sums over the vocabulary, which ``kernel`` adds up chunk by chunk with a
 gradient written by hand. Any other divergence is a function of log p and log q, which
-``token_blocks`` calls with the whole vocabulary of a few tokens. Left out: heads in shards, and
-second derivatives.
+``token_blocks`` calls with the whole vocabulary of a few tokens, and ``sums`` in the backward with
+a part of it, if each id has a term of its own. Left out: heads in shards, and second derivatives.
 
 What "exact" means. Half-precision products are summed in float32, and the logits stay float32.
 vLLM's bfloat16 head rounds each logit, up to 0.03 at a logit of 10. For its distribution, set

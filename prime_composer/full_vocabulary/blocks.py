@@ -13,6 +13,10 @@ from prime_composer.lm_head import accumulation_dtype, matmul
 
 LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)  # Of padding ids, as the tail's in ``divergences``
 
+BLOCKS = {"cpu": (256, 512), "cuda": (4096, 8192)}
+"""Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
+the elementwise passes over it take little next to the matrix products."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:

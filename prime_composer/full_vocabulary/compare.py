@@ -13,14 +13,21 @@ from prime_composer.contract import Support, TwoHeads, given
 from prime_composer.divergences import (
     Normalization,
     adaptive_kl,
+    alpha_beta_divergence,
     forward_kl,
+    generalized_jsd,
     kls_and_entropy,
     reverse_kl,
+    skewed_forward_kl,
+    skewed_reverse_kl,
     taid,
+    todi,
+    total_variation,
 )
 from prime_composer.divergences.adaptive import head_share
 from prime_composer.full_vocabulary.heads import by_teachers, check
 from prime_composer.full_vocabulary.kernel import kls
+from prime_composer.full_vocabulary.sums import sum_over_ids
 from prime_composer.full_vocabulary.token_blocks import by_token_blocks
 from prime_composer.fused import fused
 
@@ -30,9 +37,9 @@ def compare(
 ) -> Float[Tensor, "n ..."]:
     """Return a divergence of student and teachers over the whole vocabulary, per row.
 
-    One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary. All else, and
-    ``TwoHeads.merged``, takes blocks of tokens. Both are six matrix products, and two more for each
-    further teacher.
+    One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary, and for ``SUMS``
+    the backward in such blocks. All else, and ``TwoHeads.merged``, takes blocks of tokens. Each is
+    six matrix products, and two more for each further teacher.
 
     ``divergence`` takes log p and log q, [block, V] each, and ``normalization``. It returns one
     number per row, or one row of numbers. The ids are those that every head has, and where some
@@ -51,17 +58,24 @@ def compare(
         if index is not None:
             own = {k: v[index] if isinstance(v, Tensor) else v for k, v in knobs.items()}
             rows.append(index)
-        way = IN_PARTS.get(divergence)
-        if group.teacher_weights is None and not group.merged:
-            way = KERNELS.get(divergence, way)
-        if way is not None:
-            values.append(way(group, **own))
-        else:
-            values.append(by_token_blocks(group, _called(divergence, own)))
+        values.append(_of_group(group, divergence, own))
     if not rows:
         return values[0]
     joined = torch.cat(values)
     return joined.new_zeros((n, *joined.shape[1:])).index_copy(0, torch.cat(rows), joined)
+
+
+def _of_group(heads: TwoHeads, divergence: Callable[..., Tensor], knobs: dict[str, Any]) -> Tensor:
+    """Return a divergence of two heads all of whose rows count, for the same teachers."""
+    if divergence is adaptive_kl:
+        return _adaptive_kl(heads, **knobs)
+    sizes = {side.size for side in heads.sides}
+    if heads.teacher_weights is None and not heads.merged:
+        if divergence in KERNELS:
+            return KERNELS[divergence](heads, **knobs)
+        if divergence in SUMS and len(sizes) == 1 and torch.is_grad_enabled():
+            return sum_over_ids(heads, _called(divergence, knobs))
+    return by_token_blocks(heads, _called(divergence, knobs))
 
 
 def _called(
@@ -91,17 +105,11 @@ def _kls_and_entropy(heads: TwoHeads, with_reverse: bool = True) -> Tensor:
 
 
 def _adaptive_kl(heads: TwoHeads, head_mass: float) -> Tensor:
+    """Return AKL from both KLs. The share that weights them takes two more matrix products."""
     has_bucket = len({side.size for side in heads.sides}) > 1
-
-    def parts(_: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
-        kl = [f(log_p, log_q, normalization="full") for f in (forward_kl, reverse_kl)]
-        # The backward has the share in its gradient, and need not sort again.
-        backward = torch.is_grad_enabled()
-        share = kl[0] if backward else head_share(log_p, log_q, head_mass, has_bucket)
-        return torch.stack([*kl, share], -1)
-
-    forward, reverse, share = by_token_blocks(heads, parts).unbind(-1)
-    share = share.detach()
+    with torch.no_grad():
+        share = by_token_blocks(heads, lambda _, p, q: head_share(p, q, head_mass, has_bucket))
+    forward, _, reverse = _of_group(heads, kls_and_entropy, {}).unbind(-1)
     return share * forward + (1 - share) * reverse
 
 
@@ -113,8 +121,15 @@ KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 }
 """What is faster than token blocks, by the function of ``divergences`` that it computes."""
 
-IN_PARTS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {adaptive_kl: _adaptive_kl}
-"""What joins several numbers of token blocks, by the function of ``divergences``."""
+SUMS: set[Callable[..., Tensor]] = {
+    alpha_beta_divergence,
+    generalized_jsd,
+    skewed_forward_kl,
+    skewed_reverse_kl,
+    todi,
+    total_variation,
+}
+"""Sums over ids of terms that depend on one id each, which ``sum_over_ids`` computes."""
 
 
 @torch.no_grad()

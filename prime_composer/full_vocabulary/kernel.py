@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from prime_composer.contract import TwoHeads
 from prime_composer.full_vocabulary.blocks import (
+    BLOCKS,
     LOG_BUCKET_FLOOR,
     Buffer,
     GradientSums,
@@ -28,10 +29,6 @@ from prime_composer.full_vocabulary.blocks import (
     centered_in_place,
 )
 from prime_composer.lm_head import of_device
-
-BLOCKS = {"cpu": (256, 512), "cuda": (4096, 8192)}
-"""Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
-the elementwise passes over it take little next to the matrix products."""
 
 
 class KLs(NamedTuple):

@@ -16,11 +16,11 @@ from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums
 from prime_composer.fused import fused
 from prime_composer.lm_head import of_device
 
-LOGITS = {"cpu": 2**24, "cuda": 2**27}  # Most of one side in a block, per device type
+LOGITS = {"cpu": 10 * 2**20, "cuda": 2**27}  # Most of one side in a block, per device type
 
 TOKENS = {"cpu": 256, "cuda": 1024}  # Most tokens of a block, per device type
 
-CHUNK = {"cpu": 8192, "cuda": 2**18}  # Vocabulary entries of a matrix product, likewise
+CHUNK = {"cpu": 1024, "cuda": 2**18}  # Vocabulary entries of a matrix product, likewise
 
 CACHED = {"cpu": 2**18, "cuda": 2**27}  # Log-probs at a time. On a CPU they fit the cache
 
@@ -32,9 +32,7 @@ def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
     student = heads.student
     if heads.merged:
         divergence = _of_merged(divergence, heads.merged)
-    widest = max(side.size for side in heads.sides)
-    device = student.hidden.device
-    plan = Plan(heads, tokens_of(device, widest), of_device(CHUNK, device))
+    plan = blocks_of(heads)
     values: Tensor = _ByTokenBlocks.apply(
         plan, divergence, student.hidden, student.weight, student.bias
     )
@@ -53,9 +51,12 @@ def _of_merged(divergence: Divergence, ids: Sequence[int]) -> Divergence:
     return lambda rows, log_p, log_q: divergence(rows, merged(log_p), merged(log_q))
 
 
-def tokens_of(device: torch.device, size: int) -> int:
-    """Return the tokens of a block, by device and the vocabulary's size."""
-    return min(of_device(TOKENS, device), max(1, of_device(LOGITS, device) // size))
+def blocks_of(heads: TwoHeads) -> Plan:
+    """Return blocks of whole rows. A matrix product takes 16 tokens at once, if as many fit."""
+    device = heads.student.hidden.device
+    fit = max(1, of_device(LOGITS, device) // max(side.size for side in heads.sides))
+    tokens = min(of_device(TOKENS, device), fit // 16 * 16 or fit)
+    return Plan(heads, tokens, of_device(CHUNK, device))
 
 
 class _ByTokenBlocks(torch.autograd.Function):
@@ -75,8 +76,9 @@ class _ByTokenBlocks(torch.autograd.Function):
             for block in list(plan.row_blocks()) or [slice(0, 0)]:
                 logits, _ = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
-                for rows, own in _parts(block, logits):
-                    log_p = _log_probs_in_place(logits[own])
+                for rows, own in parts(block, logits):
+                    log_p = logits[own]
+                    normalize_in_place(log_p)
                     value = divergence(rows, _floored(plan, _outcomes(plan, log_p)), log_q[own])
                     # A view of the block would be overwritten.
                     values.append(value.clone())
@@ -96,9 +98,12 @@ class _ByTokenBlocks(torch.autograd.Function):
             for block in plan.row_blocks():
                 logits, cap_slope = student.whole_rows(block)
                 log_q = teachers.log_probs(block)
-                for rows, own in _parts(block, logits):
-                    log_p = _log_probs_in_place(logits[own])
-                    of_log_p = _gradient(plan, ctx.divergence, rows, log_p, log_q[own], grad[rows])
+                for rows, own in parts(block, logits):
+                    log_p = logits[own]
+                    normalize_in_place(log_p)
+                    _, of_log_p = value_and_gradient(
+                        plan, ctx.divergence, rows, log_p, log_q[own], grad[rows]
+                    )
                     _of_logits_in_place(log_p, of_log_p)
                 for start, stop in plan.chunks(0, student.size):
                     slope = None if cap_slope is None else cap_slope[:, start:stop]
@@ -117,22 +122,22 @@ class _TeacherRows:
 
     def log_probs(self, rows: slice) -> Tensor:
         """Return log q, [rows, V]. The next rows overwrite it."""
-        parts = []
+        log_qs = []
         for side in self.sides:
             logits, _ = side.whole_rows(rows)
-            for _, own in _parts(rows, logits):
-                _log_probs_in_place(logits[own])
-            parts.append(_outcomes(self.plan, logits))
+            for _, own in parts(rows, logits):
+                normalize_in_place(logits[own])
+            log_qs.append(_outcomes(self.plan, logits))
         weights = self.plan.heads.teacher_weights
         if weights is not None:
-            for i, part in enumerate(parts):
-                part += self.plan.column(weights[rows, i].log())
+            for i, log_q in enumerate(log_qs):
+                log_q += self.plan.column(weights[rows, i].log())
                 if i:
-                    torch.logaddexp(parts[0], part, out=parts[0])
-        return _floored(self.plan, parts[0])
+                    torch.logaddexp(log_qs[0], log_q, out=log_qs[0])
+        return _floored(self.plan, log_qs[0])
 
 
-def _parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
+def parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of each part of a block that fits the cache, and its place in the block."""
     count = max(1, of_device(CACHED, logits.device) // logits.shape[1])
     for first in range(block.start, max(block.stop, block.start + 1), count):
@@ -141,11 +146,13 @@ def _parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 @fused
-def _log_probs_in_place(logits: Tensor) -> Tensor:
-    """Normalize the rows of a block in place: at large logits, maximum and log would round."""
-    logits -= logits.amax(1, keepdim=True)
-    logits -= logits.exp().sum(1, keepdim=True).log()
-    return logits
+def normalize_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract a maximum and a logarithm per row, and return them: their sum would round."""
+    highest = logits.amax(1, keepdim=True)
+    logits -= highest
+    log_sum = logits.exp().sum(1, keepdim=True).log()
+    logits -= log_sum
+    return highest, log_sum
 
 
 @fused
@@ -169,13 +176,19 @@ def _floored(plan: Plan, outcomes: Tensor) -> Tensor:
     return torch.cat([outcomes[:, :-1], outcomes[:, -1:].clamp(min=LOG_BUCKET_FLOOR)], 1)
 
 
-def _gradient(
-    plan: Plan, divergence: Divergence, rows: slice, log_p: Tensor, log_q: Tensor, grad: Tensor
-) -> Tensor:
-    """Return the gradient of sum(grad * divergence) for log p, by autograd."""
+def value_and_gradient(
+    plan: Plan,
+    divergence: Divergence,
+    rows: slice,
+    log_p: Tensor,
+    log_q: Tensor,
+    grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return a divergence, and the gradient of sum(grad * divergence) for log p, by autograd."""
     leaf = log_p.detach().requires_grad_()
     with torch.enable_grad():
         values = divergence(rows, _floored(plan, _outcomes(plan, leaf)), log_q)
     if not values.requires_grad:
-        return torch.zeros_like(log_p)
-    return torch.autograd.grad(values, leaf, grad)[0]
+        return values, torch.zeros_like(log_p)
+    weights = torch.ones_like(values) if grad is None else grad
+    return values.detach(), torch.autograd.grad(values, leaf, weights)[0]

@@ -12,7 +12,7 @@ is the formula on log-softmaxes of [tokens, vocabulary], with autograd, and ``co
 ``torch.compile`` of it, on a GPU. The variants take turns, and a time is the median of its rounds:
 CPU time of one thread, or a GPU's. ``MiB`` is the peak of a step above inputs and gradients, on a
 CPU that of a process of its own. "-" is out of memory, or not measured. Aims: ``chunked`` takes a
-quarter of plain's memory, and a KL or TAID at most 1.15 times the time of its products.
+twentieth of plain's memory, and at most 1.15 times the time of its products.
 """
 
 import argparse
@@ -38,9 +38,11 @@ from prime_composer.divergences import (
     reverse_kl,
     taid,
 )
-from prime_composer.full_vocabulary import compare, kernel, token_blocks
-from prime_composer.full_vocabulary.compare import KERNELS
-from prime_composer.lm_head import BLOCKS, selected_logprobs
+from prime_composer.full_vocabulary import compare
+from prime_composer.full_vocabulary.blocks import BLOCKS
+from prime_composer.full_vocabulary.token_blocks import blocks_of
+from prime_composer.lm_head import BLOCKS as HEAD_BLOCKS
+from prime_composer.lm_head import selected_logprobs
 from tests.benchmarks.turns import peak_mib
 
 K = 32
@@ -73,31 +75,36 @@ class Step:
         self.hidden, self.weight = (x.requires_grad_() for x in model(options.width))
         self.teacher_hidden, self.teacher_weight = model(options.teacher_width or options.width)
         self.divergence, self.knobs = DIVERGENCES.get(objective, (None, {}))
-        self.block, self.chunk = kernel.BLOCKS[options.device]
-        if self.divergence not in KERNELS:
-            self.block = token_blocks.tokens_of(self.hidden.device, options.vocab)
-            self.chunk = token_blocks.CHUNK[options.device]
+        self.forward_blocks = [BLOCKS[options.device]]
+        if self.divergence in (generalized_jsd, adaptive_kl):
+            plan = blocks_of(self.heads())
+            self.forward_blocks.insert(0, (plan.token_block, plan.chunk))
+        if self.divergence is generalized_jsd:
+            self.forward_blocks.pop()
+
+    def heads(self) -> TwoHeads:
+        teacher = Logits(self.teacher_hidden, self.teacher_weight)
+        return TwoHeads(Logits(self.hidden, self.weight), (teacher,))
 
     def chunked(self) -> None:
-        heads = TwoHeads(
-            Logits(self.hidden, self.weight), (Logits(self.teacher_hidden, self.teacher_weight),)
-        )
-        compare(heads, self.divergence, **self.knobs).mean().backward()
+        compare(self.heads(), self.divergence, **self.knobs).mean().backward()
 
     @torch.no_grad()
     def products(self) -> None:
         grad_hidden = torch.zeros_like(self.hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(self.weight)
         tokens, vocab = self.hidden.shape[0], self.weight.shape[0]
-        for backward in (False, True):
-            for start in range(0, vocab, self.chunk):
-                w = self.weight[start : start + self.chunk]
-                teacher_w = self.teacher_weight[start : start + self.chunk]
-                part = grad_weight[start : start + self.chunk]
-                for i in range(0, tokens, self.block):
-                    h, grad_h = (x[i : i + self.block] for x in (self.hidden, grad_hidden))
+        backward_blocks = BLOCKS[self.hidden.device.type]
+        passes = [(blocks, False) for blocks in self.forward_blocks] + [(backward_blocks, True)]
+        for (block, chunk), backward in passes:
+            for start in range(0, vocab, chunk):
+                w = self.weight[start : start + chunk]
+                teacher_w = self.teacher_weight[start : start + chunk]
+                part = grad_weight[start : start + chunk]
+                for i in range(0, tokens, block):
+                    h, grad_h = (x[i : i + block] for x in (self.hidden, grad_hidden))
                     z = h @ w.T
-                    self.teacher_hidden[i : i + self.block] @ teacher_w.T
+                    self.teacher_hidden[i : i + block] @ teacher_w.T
                     if backward and h.dtype == torch.float32:
                         grad_h.addmm_(z, w)
                         torch.addmm(part, z.T, h, beta=float(i > 0), out=part)
@@ -164,7 +171,7 @@ class HeadStep(Step):
     @torch.no_grad()
     def products(self) -> None:
         grad_hidden = torch.zeros_like(self.hidden, dtype=torch.float32)
-        block, chunk = BLOCKS[self.hidden.device.type]
+        block, chunk = HEAD_BLOCKS[self.hidden.device.type]
         for backward, first in itertools.product(
             (False, True), range(0, self.weight.shape[0], chunk)
         ):

@@ -30,6 +30,7 @@ TESTS = {
     "full_vocabulary/kernel.py": ["tests/test_full_vocabulary.py"],
     "full_vocabulary/token_blocks.py": ["tests/test_full_vocabulary.py"],
     "full_vocabulary/heads.py": ["tests/test_full_vocabulary.py"],
+    "full_vocabulary/sums.py": ["tests/test_full_vocabulary.py"],
     "contract.py": ["tests/test_contract.py", LOSSES + "test_support_losses.py"],
     "losses/shared/reductions.py": [
         LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
@@ -163,16 +164,16 @@ MUTANTS: dict[str, Mutant] = {
     "raw allowed in silence": mutant(KL, "refuse_biased", ("not allow_biased", "False")),
     "jsd mixture fixed at one half": mutant(
         KL, "generalized_jsd",
-        ("torch.log(p_share + q_share)", "torch.log((log_p.exp() + log_q.exp()) / 2)"),
+        ("(p_share + q_share).log_()", "((log_p.exp() + log_q.exp()) / 2).log_()"),
     ),
     "jsd beta swapped in the mixture": mutant(
         KL, "generalized_jsd",
-        ("torch.log(p_share + q_share)",
-         "torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())"),
+        ("(p_share + q_share).log_()",
+         "(beta * log_p.exp() + (1 - beta) * log_q.exp()).log_()"),
     ),
     "jsd of two impossible tokens is NaN": mutant(
         KL, "generalized_jsd",
-        ("torch.log(p_share + q_share).clamp(min=LEAST)", "torch.log(p_share + q_share)"),
+        ("(p_share + q_share).log_().clamp_(min=LEAST)", "(p_share + q_share).log_()"),
     ),
     "taid mixes probabilities": mutant(
         KL, "taid_target",
@@ -656,9 +657,16 @@ MUTANTS: dict[str, Mutant] = {
         "full_vocabulary/token_blocks.py", "_of_logits_in_place",
         ("-of_log_p.sum(1, keepdim=True)", "0 * of_log_p.sum(1, keepdim=True)"),
     ),
+    "sum over ids: gradient of log p is that of the logits": mutant(
+        "full_vocabulary/sums.py", "_of_logits_in_place", ("-total", "0 * total")
+    ),
+    "sum over ids: normalized by the first rows": mutant(
+        "full_vocabulary/sums.py", "_SumOverIds.backward",
+        ("p_norms[:, rows]", "p_norms[:, : rows.stop - rows.start]"),
+    ),
     "token blocks: teachers not weighted": mutant(
         "full_vocabulary/token_blocks.py", "_TeacherRows.log_probs",
-        ("part += self.plan.column(weights[rows, i].log())", "pass"),
+        ("log_q += self.plan.column(weights[rows, i].log())", "pass"),
     ),
     "token blocks: knobs of the first rows": mutant(
         "full_vocabulary/compare.py", "_called", ("v[rows]", "v[: rows.stop - rows.start]")
@@ -668,8 +676,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "top of adaptive kl has the bucket": mutant(
         "full_vocabulary/compare.py", "_adaptive_kl",
-        ("head_share(log_p, log_q, head_mass, has_bucket)",
-         "head_share(log_p, log_q, head_mass, False)"),
+        ("head_share(p, q, head_mass, has_bucket)", "head_share(p, q, head_mass, False)"),
     ),
     "teachers without a weight take part": mutant(
         "full_vocabulary/heads.py", "by_teachers", ("weights > 0", "weights >= 0")
