@@ -120,9 +120,7 @@ class TopKForwardKLLossConfig(KLLossConfig):
     )
 
     k: SupportSize = 64
-    """Teacher tokens per position. "full" is the whole vocabulary. The default is twice that of the
-    other losses. No measurement behind it is recorded; it stays so that recipes keep their results.
-    """
+    """Teacher tokens per position. "full" is the whole vocabulary."""
 
     normalization: Literal["full", "tail", "renorm", "generalized", "raw"] = "tail"
     """How the vocabulary outside the support enters the divergence."""

@@ -53,9 +53,7 @@ class TAIDLossConfig(SupportLossConfig):
     surrogate: ClassVar[bool] = True
 
     total_steps: PositiveInt
-    """Number of optimizer steps of the run, over which t rises. As in the reference, the first two
-    steps train at t_start. Without the adaptive branch, the last one trains two of total_steps
-    equal rises below t_end."""
+    """Optimizer steps of the run, over which t rises."""
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
     """How the vocabulary outside the support enters the divergence."""

@@ -94,15 +94,14 @@ class DataConfig(Used, Table):
     """The problems to train on and to test on, their prompts, and how answers are graded."""
 
     source: Literal["generated", "files", "jsonl", "hub", "rows"] = "generated"
-    """``generated``: made on the spot, no file or network. ``files``: JSONL and parquet files at
-    ``path``, which is enough to choose it; ``jsonl`` means the same. ``hub``: a data set of the
-    Hugging Face hub, through the ``datasets`` library. ``rows``: given to
-    ``prime_composer.distill``."""
+    """``generated``: without files or network. ``files`` (or ``jsonl``): the files at ``path``,
+    which implies it. ``hub``: a data set of the Hugging Face hub, through ``datasets``. ``rows``:
+    given to ``prime_composer.distill``."""
 
     path: Path | None = None
     """For ``files``: a JSONL (maybe gzipped), CSV or parquet file, or a folder of them. Files whose
-    names begin with ``train`` and ``test`` are what is trained on and held out. Of anything else
-    ``hold_out`` is set aside. Each row has the columns that the keys below name."""
+    names begin with ``train`` and ``test`` are trained on and held out; otherwise ``hold_out``
+    splits the rows."""
 
     hub_id: str = "openai/gsm8k"
     """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
@@ -111,48 +110,44 @@ class DataConfig(Used, Table):
     """For ``hub``: the configuration of that data set."""
 
     prompt_key: str = Field(default="question", min_length=1)
-    """Where there are rows: the column of the prompt's text. A dot leads into an object:
-    ``translation.en``."""
+    """The column of the prompt's text. A dot leads into an object: ``translation.en``."""
 
     answer_key: str = Field(default="answer", min_length=1)
-    """Where there are rows: the column of the answer, named in the same way: a text or a number.
-    For ``gsm8k`` it ends in ``#### <number>``. With ``metric = "none"`` it may be missing."""
+    """The column of the answer, a text or a number. For ``gsm8k`` it ends in ``#### <number>``.
+    With ``metric = "none"`` it may be missing."""
 
     messages_key: str | None = Field(default=None, min_length=1)
-    """Where there are rows: the column of a conversation, in the place of the two columns above. It
-    is a list of ``role`` (system, user, assistant) and ``content``, ShareGPT's ``from`` and
-    ``value``, or such a list as a JSON string. A last message of the assistant is the answer.
-    Implies ``chat_template``, and leaves ``prompt_template`` to be ``{question}``."""
+    """The column of a conversation, instead of the two above: a list of ``role`` (system, user,
+    assistant) and ``content``, ShareGPT's ``from`` and ``value``, or such a list as a JSON string.
+    A last message of the assistant is the answer. Implies ``chat_template``; ``prompt_template``
+    stays ``{question}``."""
 
     system: str | None = Field(default=None, min_length=1)
     """System message of each conversation that has none of its own. Implies ``chat_template``."""
 
     system_key: str | None = Field(default=None, min_length=1)
-    """Where there are rows: the column of a row's own system message, which may be empty. Implies
-    ``chat_template``."""
+    """The column of a row's own system message, which may be empty. Implies ``chat_template``."""
 
     template_args: dict[str, Any] | None = Field(default=None, min_length=1)
-    """Variables of the tokenizer's chat template, for example ``{ enable_thinking = false }``, for
-    all that it writes: prompts, hints, the data's answers. Implies ``chat_template``."""
+    """Variables of the tokenizer's chat template, for example ``{ enable_thinking = false }``.
+    Implies ``chat_template``."""
 
     limit: int | None = Field(default=None, ge=2)
-    """Where there are rows: read only so many of each part, the first ones."""
+    """Read only the first so many rows of each part."""
 
     prompt_chars: int | None = Field(default=None, ge=1)
-    """Where there are rows: cut the prompt's text after so many characters, as articles are
-    for summaries. ``{question}`` is what is left."""
+    """Cut the prompt's text after so many characters."""
 
     clean: bool = False
-    """Where there are rows: leave out those without text, rows whose answer the metric cannot
-    use, and rows to train on that are held out as well. They are counted. Without it they are
-    errors."""
+    """Leave out and count rows without text, rows whose answer the metric cannot use, and rows to
+    train on that are held out as well. Otherwise they are errors."""
 
     kind: Literal["arithmetic", "summary", "translation", "reversal", "lookup", "facts"] = (
         "arithmetic"
     )
-    """For ``generated``: word problems, reports with a summary in one of three wordings, English
-    sentences with their German translation, words to be reversed, numbers to be looked up, or
-    facts about invented people with a question, for chat models as they come."""
+    """For ``generated``: word problems, reports with a summary, English sentences with their German
+    translation, words to be reversed, numbers to be looked up, or facts about invented people with
+    a question, for chat models."""
 
     size: int = Field(default=8000, ge=20, le=100_000)
     """For ``generated``: number of distinct problems, held-out ones included."""
@@ -164,16 +159,15 @@ class DataConfig(Used, Table):
     """For ``arithmetic``: the numbers of operations that a problem may take."""
 
     topics: tuple[Topic, ...] = Field(default=("ages", "towns", "jobs"), min_length=1)
-    """For ``facts``: what is asked about, in turn. ``copies`` are sentences to be repeated.
-    ``capitals`` are those of real countries, which no prompt contains: for ``use = "eval"``."""
+    """For ``facts``: what is asked about, in turn. ``copies`` are sentences to be repeated,
+    ``capitals`` those of real countries, which no prompt contains: for ``use = "eval"``."""
 
     hold_out: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the distinct questions set aside for testing, where the source has no test split.
-    Those of ``facts`` have names, towns and jobs that no problem to train on has."""
+    """Share of the distinct questions set aside for testing, if the source has no test split."""
 
     use: Literal["both", "train", "eval"] = "both"
     """Whether its problems are trained on, evaluated, or both. With ``train`` nothing is set aside,
-    with ``eval`` everything; of a source with splits the other one is not read."""
+    with ``eval`` everything."""
 
     calculator_annotations: bool = False
     """Keep GSM8K's inline calculator annotations, ``<<48/2=24>>``, in the worked answers."""
@@ -186,13 +180,10 @@ class DataConfig(Used, Table):
     """Send the prompt as a user message through the tokenizer's chat template. For chat models."""
 
     metric: Metric = "gsm8k"
-    """How an answer is graded. ``gsm8k``: the number after the first ``####`` must equal the
-    reference's, exactly, as a decimal number. ``math_verify``: the Math-Verify library extracts an
-    answer from free text and LaTeX. ``exact``: the text equals the reference, up to white space
-    around it. ``contains``: the reference is in the text, whatever its case, and no part of a word
-    or number. ``short_answer``: the same in any case, punctuation and accents, and the text offers
-    nothing else. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``: sacrebleu's.
-    ``none``: answers are not graded, and rows need none."""
+    """How an answer is graded (recipes/grading.md). ``gsm8k``: the number after ``####``.
+    ``math_verify``: free text and LaTeX. ``exact``: the text. ``contains``: the reference occurs.
+    ``short_answer``: it occurs, and nothing contradicts it. ``rouge2``, ``rougeL``, ``bleu``,
+    ``chrf``: similarity of texts. ``none``: rows need no answers."""
 
     ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
@@ -202,8 +193,8 @@ class DataConfig(Used, Table):
     weight``, a mixture of several. Unset: all of them, by their own weights."""
 
     teacher_key: str | None = None
-    """Where there are rows, with ``[teachers]``: the key under which a row names its teacher.
-    A row without it is scored as ``teacher`` says."""
+    """With ``[teachers]``: the column that names a row's teacher. Others are scored as ``teacher``
+    says."""
 
     @model_validator(mode="before")
     @classmethod

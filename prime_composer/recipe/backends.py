@@ -17,9 +17,8 @@ class Served(Table):
     model_config = ConfigDict(hide_input_in_errors=True)  # a url may have a password
 
     url: Url | None = Field(default=None, repr=False)
-    """Base URL of a running vLLM server of the model, for backend 'server'. A teacher's implies
-    that. A plain server in bfloat16 rounds a teacher's logits to about 3 significant digits;
-    `prime-rl teacher` does not, nor one with `--hf-overrides '{"head_dtype": "float32"}'`."""
+    """Base URL of a running vLLM server of the model, for backend 'server', which a teacher's
+    implies."""
 
     api_key_var: str = "VLLM_API_KEY"
     """Environment variable with the API key of the server at `url`, if it needs one."""
@@ -30,10 +29,9 @@ class Served(Table):
         allow_inf_nan=False,
         json_schema_extra=uncarried("prime-rl has its own rules for servers that are away"),
     )
-    """Seconds to wait for the server at `url` while it is away or overloaded, for example
-    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
-    is waited for during 2 seconds, and as long as this where the recipe sets it or with
-    `--resume`."""
+    """Seconds to wait for the server at ``url`` while it is away or overloaded; then the run ends
+    with a checkpoint. 0: it ends at once. Unset: a server that never answered gets 2 seconds,
+    except with ``--resume``."""
 
     timeout: float = Field(
         default=600.0,
@@ -41,9 +39,8 @@ class Served(Table):
         allow_inf_nan=False,
         json_schema_extra=uncarried("prime-rl has its own time limits for answers"),
     )
-    """Seconds that one answer of the server at `url` may take. What it samples may take longer, by
-    its tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow
-    server."""
+    """Seconds that one response of the server at ``url`` may take. Sampling may take longer, by its
+    tokens at 10 per second and completion, and 200 per second in all."""
 
     @property
     def api_key(self) -> str | None:

@@ -33,12 +33,11 @@ class DilocoConfig(Table):
     """
 
     replicas: int = Field(ge=1, le=MOST_ISLANDS)
-    """Islands. Each samples `trainer.batch_size` rollouts a step. Island i of n asks the problems
-    that are the i-th part of each step of one undivided run."""
+    """Islands, each with ``trainer.batch_size`` rollouts a step."""
 
     every: int = Field(default=10, ge=1, le=MOST_STEPS)
-    """Steps of each island between two outer steps (the paper's H). `trainer.steps`, `eval.every`
-    and `checkpoint.every` are multiples of it."""
+    """Steps of each island between two outer steps. ``trainer.steps``, ``eval.every`` and
+    ``checkpoint.every`` are multiples of it."""
 
     outer_lr: float = Field(default=0.7, gt=0, allow_inf_nan=False)
     """Learning rate of the outer SGD. 1, without momentum, takes the mean of the weights."""
@@ -47,12 +46,12 @@ class DilocoConfig(Table):
     """Nesterov momentum of the outer SGD. The paper's 0.9 makes a run of ten outer steps worse."""
 
     wait: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
-    """Seconds that an outer step waits for the slowest island: longer than its longest `every`
-    steps take, an evaluation included."""
+    """Seconds that an outer step waits for the slowest island: longer than its ``every`` steps and
+    an evaluation."""
 
     timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds that the mean of one tensor may take, or the copy of another island's state by one
-    that comes back: five times the student in float32."""
+    """Seconds that the mean of one tensor may take, or the copy of a state: five times the student
+    in float32."""
 
     @property
     def fewest(self) -> int:

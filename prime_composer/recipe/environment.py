@@ -27,15 +27,15 @@ class EnvironmentConfig(Used, Table):
     """An environment of verifiers, by its id, which has its own tasks, tools, turns and rewards."""
 
     id: str
-    """The environment's id as verifiers and prime-rl name it: ``name``, ``owner/name`` or
-    ``owner/name@version``. It is a taskset's, of verifiers' API v1."""
+    """The environment's id in verifiers (API v1) and prime-rl: ``name``, ``owner/name`` or
+    ``owner/name@version``."""
 
     args: OpenTable = Field(default_factory=dict)
-    """Its own settings: the taskset's keys. Several environments take their system prompt here."""
+    """Its own settings, of several environments also the system prompt."""
 
     use: Literal["both", "train", "eval"] = "both"
-    """Whether its tasks are trained on, evaluated, or both. With ``both``, evaluation may have the
-    tasks of training. For other ones add a second environment with ``eval`` and its ``args``."""
+    """Whether its tasks are trained on, evaluated, or both. For other tasks of evaluation add a
+    second environment with ``eval`` and its ``args``."""
 
     max_turns: int | None = Field(default=None, ge=1, le=MOST_TURNS)
     """Most turns of the student per rollout. Unset: the environment's own limit."""
@@ -51,9 +51,8 @@ class EnvironmentConfig(Used, Table):
     mixture of several. Unset: all of them, by their own weights."""
 
     prime_rl: OpenTable = Field(default_factory=dict)
-    """prime-rl's own settings of this environment, merged into its tables of the export. A table
-    named after a version, such as ``head``, counts for that version alone. The one-machine engine
-    ignores them."""
+    """prime-rl's own settings of this environment, merged into the export; a table named after a
+    version, such as ``head``, for that version alone."""
 
     @field_validator("id")
     @classmethod

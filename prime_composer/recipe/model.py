@@ -70,8 +70,7 @@ class LoraConfig(Table):
     "all-linear", every linear layer but the output head."""
 
     start: Path | None = None
-    """Directory of an adapter to begin with: a checkpoint, or one that peft has saved. It has this
-    rank, alpha and these targets. Unset: a new one."""
+    """Directory of an adapter to begin with, of this rank, alpha and targets. Unset: a new one."""
 
 
 class StudentConfig(ModelConfig):

@@ -27,8 +27,8 @@ class PrepareConfig(Table):
     and student must agree."""
 
     pieces: Literal["gpt2"] | None = None
-    """Which pieces of a text no token spans. Unset: every digit is a piece of its own, and
-    punctuation keeps the white space around it. "gpt2": GPT-2's words, with whole numbers."""
+    """Which pieces of a text no token spans. Unset: each digit is a piece, and punctuation keeps
+    the white space around it. "gpt2": GPT-2's words, with whole numbers."""
 
     hidden_size: int = Field(default=64, ge=8, le=LARGEST_SIZE)
     """Width of the residual stream."""
@@ -52,41 +52,39 @@ class PrepareConfig(Table):
     """Longest sequence in tokens, prompt and completion together."""
 
     sft_steps: int = Field(default=900, ge=0, le=LARGEST_SIZE)
-    """Optimizer steps of supervised fine-tuning on the worked answers of what is trained on: those
-    of problems, and the solved rollouts of environments by id."""
+    """Optimizer steps of supervised fine-tuning on the worked answers of problems, and the solved
+    rollouts of environments by id."""
 
     batch_size: int = Field(default=32, ge=1, le=LARGEST_SIZE)
     """Problems per step."""
 
     learning_rate: float = Field(default=6e-3, gt=0, le=1)
-    """AdamW's peak learning rate, for embeddings and norms. The schedule is a linear warm-up over
-    the first twentieth of the steps, then a cosine to zero."""
+    """AdamW's peak learning rate, for embeddings and norms: a linear warm-up over a twentieth of
+    the steps, then a cosine to zero."""
 
     matrix_learning_rate: float = Field(default=0.03, gt=0, le=1)
     """Muon's peak learning rate, for the decoder layers' matrices, on the same schedule."""
 
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the target spread over the whole vocabulary. A smoothed teacher puts this mass on a
-    tail that no top-K support contains; see recipes/studies/flat_teacher.toml."""
+    """Share of the target spread over the whole vocabulary, which makes a flat teacher."""
 
     seed: int = Field(default=0, ge=-LARGEST_SEED, le=LARGEST_SEED)
     """Seed of the initial weights and of the batch order."""
 
     hint_template: str | None = None
     """Teach the model to use a hint: the question in ``hint_share`` of the examples, with
-    ``{question}`` and ``{hint}``, the worked answer. For self-distillation, with the same template
-    in ``[teacher.policy]``."""
+    ``{question}`` and ``{hint}``, the worked answer. ``[teacher.policy]`` needs the same
+    template."""
 
     hint_share: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of the training examples that contain the hint. Goes with ``hint_template``."""
+    """Share of the training examples with the hint."""
 
     environments: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """The ``[environments]`` that it is trained on. Unset: all with tasks to train on. The
-    tokenizer is trained on what any of the recipe's models learns from, and on all problems."""
+    """The ``[environments]`` that it is trained on. Unset: all with tasks to train on."""
 
     prune: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of the weights of the decoder layers' matrices set to zero after training, the smallest
-    magnitudes first: damage that distillation heals."""
+    """Share of the weights of the decoder layers' matrices set to zero after training, smallest
+    magnitudes first."""
 
     def refusals(self) -> Iterator[str]:
         if (self.hint_template is None) != (self.hint_share is None):
@@ -107,11 +105,11 @@ class QuantizeConfig(Table):
 
     bits: int = Field(ge=2, le=8)
     """Bits per weight: each group has 2^bits levels, evenly spaced from its smallest weight to its
-    largest, and each weight becomes the nearest one (asymmetric)."""
+    largest (asymmetric)."""
 
     group: int = Field(ge=2, le=LARGEST_SIZE)
-    """Weights of one output that share their levels, consecutive along the input. It divides the
-    inputs of every layer."""
+    """Weights of one output that share their levels, consecutive along the input. It must divide
+    the inputs of every layer."""
 
     @property
     def work(self) -> str:
@@ -131,24 +129,21 @@ class QuantizeConfig(Table):
 
 
 class StaysRoundedConfig(QuantizeConfig):
-    """Rounding of the student's linear layers that stays while it learns (quantization-aware
-    training). Sampler, comparison with the teacher and checkpoints have the rounded weights. The
-    optimizer trains the float32 weights behind them, with the gradient at the rounded ones
-    (straight-through); they are stored for `--resume`. They begin as the student's own weights, so
-    name the unrounded model: its first step is that of `[student.prepare] quantize`, and from
-    weights that lie on the levels already a small learning rate moves few of them to another."""
+    """Quantization-aware training: sampler, comparison with the teacher and checkpoints have the
+    rounded weights. The optimizer trains float32 weights behind them, with the gradient at the
+    rounded ones (straight-through). Name the unrounded model: from weights on the levels a small
+    learning rate moves few to another."""
 
 
 class DamagedConfig(Table):
     """An existing model, damaged, in float32: without some layers, or with rounded weights."""
 
     source: str = Field(alias="from", min_length=1)
-    """The model: a directory in Hugging Face format, or a hub id. Goes with ``drop_layers``,
-    ``quantize`` or both, and without the keys of a generated model."""
+    """The model: a directory in Hugging Face format, or a hub id. It needs ``drop_layers``,
+    ``quantize`` or both."""
 
     drop_layers: tuple[Annotated[int, Ge(0), Lt(MOST_LAYERS)], ...] = ()
-    """Decoder layers to remove, counted from 0. The others close up, and the model's config says
-    how many are left."""
+    """Decoder layers to remove, counted from 0."""
 
     quantize: QuantizeConfig | None = None
     """How the weights of the layers that are left are rounded. Unset: not at all."""

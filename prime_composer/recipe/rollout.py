@@ -36,15 +36,14 @@ class RolloutConfig(Served):
         default=None,
         json_schema_extra=uncarried("prime-rl brings new weights to the sampler its own way"),
     )
-    """For backend 'server': a directory that this process writes new weights to and the server
-    reads them from. Unset: the system's temporary directory, for a server on this machine."""
+    """For backend 'server': a directory through which it gets new weights. Unset: the system's
+    temporary directory."""
 
     group_size: int = Field(default=1, ge=1, le=LARGEST_BATCH)
     """Rollouts per prompt. RL terms need at least 2."""
 
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Sampling temperature, which importance ratios have on both sides. Student and teacher are
-    compared at T = 1."""
+    """Sampling temperature, also of importance ratios. Student and teacher are compared at 1."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. log mu is that of the truncated distribution."""
@@ -53,24 +52,21 @@ class RolloutConfig(Served):
     """Token budget of a completion."""
 
     stop: tuple[End, ...] | None = Field(default=None, min_length=1, json_schema_extra=NO_ENDS)
-    """Tokens that end an answer, as ids or texts of one token each. Unset: those of the student's
-    generation_config.json, config.json and tokenizer, what its chat template writes after an
-    answer, and where the teachers have its tokens those of the teachers. The first one ends the
-    data's answers where no chat template does."""
+    """Tokens that end an answer, as ids or texts of one token each. Unset: the ends of the
+    student's files and chat template, and those of teachers with its tokens."""
 
     ahead: int = Field(default=0, ge=0, le=MOST_AHEAD)
-    """Steps that a batch is sampled and scored ahead of the one that trains on it, while the steps
-    before it train. Step t = 1, 2, .. trains on what the student sampled after step
-    max(t - 1 - ahead, 0). For a student's server."""
+    """Steps that a batch is sampled and scored ahead of the one that trains on it. For a student's
+    server."""
 
     max_model_len: int | None = Field(default=None, ge=2, le=LONGEST_CONTEXT)
-    """Context of the engines in tokens: prompt and completion. Unset: 2048, or more where the
-    longest prompt and its completion need it, and never beyond the models' windows."""
+    """Context of the engines in tokens: prompt and completion. Unset: 2048, or more if the longest
+    prompt and its completion need it, within the models' windows."""
 
     renderer: OpenTable = Field(default_factory=dict)
-    """For environments by id: how messages and tool calls become tokens, as the library
-    ``renderers`` has it, for example ``{ name = "qwen3" }``. Unset: by the tokenizer's name, which
-    reads no tool calls of a model in a directory, and prime-rl refuses such a model."""
+    """For environments by id: how messages and tool calls become tokens, as in the library
+    ``renderers``, for example ``{ name = "qwen3" }``. Unset: by the tokenizer's name, which reads
+    no tool calls of a model in a directory."""
 
     student_fraction: float = Field(default=1.0, ge=0, le=1)
     """GKD's lambda: probability that the student samples a sequence. `other_source` has the

@@ -32,17 +32,16 @@ class PolicyTeacherConfig(Table):
 
     hint: Literal["reference", "sibling", "feedback"] = "reference"
     """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first other correct rollout
-    of the same group (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right
-    answer (SDPO)."""
+    of the group (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right answer
+    (SDPO)."""
 
     template: str | None = None
-    """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
-    ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
+    """The question in the teacher's prompt, with ``{question}``, ``{hint}`` and optionally
+    ``{attempt}``, the rollout's own text. Unset: plain English."""
 
     update: Literal["live", "ema", "sync", "base"] = "ema"
     """The teacher's weights: the current policy's, their moving average, a copy renewed every
-    ``sync_every`` steps, or with `[student.lora]` the policy's without its adapter, which stay as
-    they are and cost no copy."""
+    ``sync_every`` steps, or with ``[student.lora]`` the policy's without its adapter."""
 
     ema_rate: float = Field(default=0.05, gt=0, le=1)
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
@@ -69,9 +68,8 @@ class TeacherPromptConfig(Table):
     """
 
     chat_template: bool | Path | None = None
-    """true: through the chat template of the teacher's own tokenizer. false: as plain text. A path:
-    through the template in this file. Unset: plain, or through the teacher's template, as the
-    student's is plain or goes through its own."""
+    """true: the chat template of the teacher's tokenizer. false: plain text. A path: the template
+    in this file. Unset: plain or the teacher's template, as the student's prompt is."""
 
     system: str | None = None
     """System message of each conversation that has none in its row; empty for none. Implies
@@ -106,16 +104,15 @@ class TeacherConfig(Served, ModelConfig):
     the student without its adapter."""
 
     policy: PolicyTeacherConfig | None = None
-    """Self-distillation: the teacher is the student itself, given a hint. Goes without `model` and
-    `prepare`."""
+    """Self-distillation: the teacher is the student itself, given a hint, instead of ``model`` and
+    ``prepare``."""
 
     prompt: TeacherPromptConfig | None = None
     """What the teacher reads before an answer, where it is not the student's prompt."""
 
     base: bool = False
-    """With `[student.lora]`: the teacher is the student with its adapter switched off. It computes
-    in this process with the student's own weights, in float32, and takes no memory for others. Goes
-    without `model` and `prepare`. Inside prime-rl it is a server of its own."""
+    """With ``[student.lora]``: the teacher is the student with its adapter switched off, instead of
+    ``model`` and ``prepare``. Inside prime-rl it is a server of its own."""
 
     backend: BackendName | None = Field(
         default=None,
@@ -123,31 +120,28 @@ class TeacherConfig(Served, ModelConfig):
             "prime-rl asks a server, which is yours to start", harmless=("server",)
         ),
     )
-    """What runs the teacher: `vllm`, `transformers`, `server`, or one of your own,
-    `my_package.my_module:MyScorer`. Unset: the rollout's backend."""
+    """What runs the teacher: ``vllm``, ``transformers``, ``server``, or your own,
+    ``my_package.my_module:MyScorer``. Unset: the rollout's backend."""
 
     tokenizer: Literal["shared", "own"] = "shared"
-    """"shared": the teacher has the student's tokenizer. "own": it has another one, and reads its
-    own prompt and the rollout's text; its probabilities of the student's next token are computed
-    from its rows. `k` then counts the ids that this resolves. Never guessed."""
+    """"shared": the student's. "own": another one; the teacher reads its own prompt and the
+    rollout's text, and its probabilities are converted into those of the student's next token."""
 
     head: Path | None = Field(
         default=None,
         json_schema_extra=uncarried("inside prime-rl the server gives its own head"),
     )
-    """Directory of a checkpoint whose output head is read instead of that of the server at `url`,
-    for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
-    one."""
+    """Directory of a checkpoint with the output head of the server at ``url``, instead of asking
+    it, for ``k = "full"``."""
 
     asked_by: Literal["orchestrator", "trainer"] | None = None
-    """Inside prime-rl: which of its processes asks the teacher. The trainer's answers need no room
-    in prime-rl's samples. Unset: the trainer with k = "full", otherwise the orchestrator. One for
-    all teachers. One machine has no such processes."""
+    """Inside prime-rl: which of its processes asks the teacher, one for all teachers. Unset: the
+    trainer with k = "full", otherwise the orchestrator."""
 
     head_on: Literal["device", "cpu"] | None = None
     """Inside prime-rl, with k = "full": where each trainer rank keeps the teacher's output head.
-    "cpu" saves V x d numbers of its device's memory, and copies them to it chunk by chunk, at least
-    twice per sequence. Unset: its device. One for all teachers."""
+    "cpu" saves V x d numbers of its device's memory, and copies them chunk by chunk. Unset: its
+    device."""
 
     on_overflow: Literal["error", "score_head", "drop"] = Field(
         default="error",
@@ -155,21 +149,20 @@ class TeacherConfig(Served, ModelConfig):
             "prime-rl ends its run on a sequence that its teacher refuses", ("error",)
         ),
     )
-    """What to do with a rollout that is longer than the teacher's window, with its prompt or hint,
-    which is the smaller one of `rollout.max_model_len` and the model's own:
-    end the run; `score_head`: train on what fits and mask the rest; `drop`: leave the rollout out.
-    `rollout/teacher_cut` and `rollout/teacher_dropped` are their shares of a step."""
+    """What to do with a rollout that is longer than the teacher's window: end the run;
+    ``score_head``: train on what fits; ``drop``: leave the rollout out. Counted in
+    ``rollout/teacher_cut`` and ``rollout/teacher_dropped``."""
 
     tape: Path | None = Field(default=None, json_schema_extra=ON_ONE_MACHINE)
-    """Folder in which every answer of the teacher is kept, by what it was asked. A later run asks
-    only for what is not there. Made by the first run, or by `prime-rl tape make`."""
+    """Folder in which the teacher's scores are kept. A later run asks only for what is not
+    there."""
 
     tape_only: bool = False
-    """Open no teacher: the tape alone answers, and the run ends at the first rollout that it lacks.
-    `model` and `prepare` may be left out."""
+    """Open no teacher: the run ends at the first rollout that the tape lacks. ``model`` and
+    ``prepare`` may be left out."""
 
     tape_gb: float = Field(default=100.0, gt=0, json_schema_extra=ON_ONE_MACHINE)
-    """Largest size of the tape in GB. Beyond it, nothing more is kept."""
+    """Largest size of the tape in GB. Beyond it nothing more is kept."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,

@@ -32,9 +32,9 @@ class EvalConfig(Table):
     kl_support: PositiveInt | Literal["full", "auto"] = Field(
         default="auto", json_schema_extra=uncarried("prime-rl evaluates accuracy alone")
     )
-    """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
-    64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
-    20, and a tail bucket; `eval/kl_ids` and the report say how many."""
+    """Token ids per position of the measured KL. auto: all of a vocabulary up to 8192, else 64 and
+    a tail bucket. A served teacher without the plugin gives the loss's k, or 20; ``eval/kl_ids``
+    says how many."""
 
     @property
     def largest(self) -> int:
@@ -50,9 +50,9 @@ class UntilConfig(Table):
     """
 
     metric: str = Field(json_schema_extra=ALL_STEPS)
-    """A score such as `eval/accuracy`, of which more is better, or `eval/reverse_kl`,
-    `eval/forward_kl` or `eval/truncated`, of which less is. A score may be that of an environment
-    or of a temperature, and the reverse KL that of an environment: `eval/accuracy/NAME`."""
+    """A score such as ``eval/accuracy``, of which more is better, or ``eval/reverse_kl``,
+    ``eval/forward_kl`` or ``eval/truncated``, of which less is; also of one environment,
+    ``eval/accuracy/NAME``."""
 
     plateau: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=ALL_STEPS)
     """Evaluations in a row that are not better than the best one before them."""
@@ -126,8 +126,8 @@ class CheckpointConfig(Table):
             harmless=(False,),
         ),
     )
-    """With `[student.lora]`: a checkpoint is the whole model, the adapter merged into its weights
-    in float32, and the adapter is in its folder `adapter`. Unset: it is the adapter's directory."""
+    """With ``[student.lora]``: a checkpoint is the whole model, with the adapter in its folder
+    ``adapter``. Unset: it is the adapter's directory."""
 
 
 LOGS_ALONE = uncarried("prime-rl logs lengths and entropy")
@@ -140,12 +140,11 @@ class CollapseConfig(Table):
     """
 
     action: Literal["warn", "stop"] = Field(default="warn", json_schema_extra=LOGS_ALONE)
-    """``warn`` once, or ``stop`` with a checkpoint. Either way the newest checkpoint from before
-    the first step beyond a limit is kept, until ``steps`` steps in a row are within it again."""
+    """``warn`` once, or ``stop`` with a checkpoint. The newest checkpoint from before the first
+    step beyond a limit is kept, until ``steps`` steps in a row are within it again."""
 
     steps: int = Field(default=3, ge=1, le=MOST_STEPS, json_schema_extra=LOGS_ALONE)
-    """Steps in a row that have to be beyond a limit, or within it again. A step without a rollout
-    of the student is none of them."""
+    """Steps in a row beyond a limit, or within it again."""
 
     repeated: float | None = Field(default=0.5, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
     """Largest share of the student's rollouts that end in a repetition (`rollout/repeated`)."""
@@ -164,7 +163,7 @@ class CollapseConfig(Table):
 
     end: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
     """Smallest mean probability that the teacher gives the tokens by which the student ends its
-    answers (`rollout/end_teacher`). With a [reference] there is no such number, and no limit."""
+    answers (``rollout/end_teacher``)."""
 
 
 class ChecksConfig(Table):
@@ -179,11 +178,10 @@ class ChecksConfig(Table):
             "prime-rl's trainer has a metric, mismatch_kl"
         ),
     )
-    """Steps between two questions whose answers are known. Each teacher scores the probe of the
-    run's start again. With top_p or with rollout.ahead, the sampler is compared with its weights,
-    which otherwise happens in every step. Both are also asked before a checkpoint, after the last
-    step, and when a signal ends the run. A server that may be another one is asked before its
-    scores train. 0: only such a server."""
+    """Steps between two checks: each teacher scores its canary again, and with top_p or
+    rollout.ahead the sampler is compared with its weights, which otherwise happens in every step.
+    Checks are also made before a checkpoint, after the last step and at a signal. 0: only of a
+    server that may be another one."""
 
     tolerance: float | None = Field(
         default=None,
@@ -192,9 +190,8 @@ class ChecksConfig(Table):
             "inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,)
         ),
     )
-    """Largest difference in nats between a teacher's log-probs of the probe at the run's start and
-    later. Raise it where the same model is served from another machine or build. Unset: 1e-4 in
-    float32, 0.05 in float16, 0.5 in bfloat16."""
+    """Largest difference in nats between a teacher's log-probs of the canary at the start and
+    later. Unset: 1e-4 in float32, 0.05 in float16, 0.5 in bfloat16."""
 
     mismatch: float | None = Field(
         default=None,
