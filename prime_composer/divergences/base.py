@@ -78,16 +78,14 @@ def outcomes(
     """
     p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
     if normalization not in choices.split(", "):
-        raise ValueError(unknown_normalization(normalization, choices))
+        raise ValueError(
+            f"normalization {normalization!r} is not defined here; choose one of {choices}."
+        )
     if normalization == "tail":
         return with_tail(p), with_tail(q)
     if normalization == "renorm":
         return renormalized(p), renormalized(q)
     return p, q
-
-
-def unknown_normalization(normalization: str, choices: str) -> str:
-    return f"normalization {normalization!r} is not defined here; choose one of {choices}."
 
 
 def with_slope(

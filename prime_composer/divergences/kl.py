@@ -11,7 +11,6 @@ from prime_composer.divergences.base import (
     Normalization,
     kl_terms,
     outcomes,
-    unknown_normalization,
     with_slope,
 )
 
@@ -109,13 +108,11 @@ def generalized_jsd(
             f"beta = {beta} is the teacher's weight in the mixture: it has to be in [0, 1]."
         )
     choices = "full, tail, renorm, generalized"
-    if normalization not in choices.split(", "):
-        raise ValueError(unknown_normalization(normalization, choices))
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
     if beta == 0:
         return forward_kl(student_logprobs, teacher_logprobs, normalization)
     if beta == 1:
         return reverse_kl(student_logprobs, teacher_logprobs, normalization)
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
     # -inf is bounded, because 0 * -inf is NaN. In place: over whole vocabularies each pass costs.
     log_p, log_q = p.detach().clamp(min=LEAST), q.clamp(min=LEAST)
     p_share, q_share = torch.exp(log_p).mul_(1 - beta), torch.exp(log_q).mul_(beta)

@@ -146,18 +146,6 @@ def unnormalized_assistant(
     return with_slope(student_logprobs, values, slope)
 
 
-def assistant_kl_terms(
-    student_logprobs: Float[Tensor, "*pos n"],
-    teacher_logprobs: Float[Tensor, "*pos n"],
-    assistant_logprobs: Float[Tensor, "*pos n"],
-    divergence: AMiDDivergence,
-) -> Float[Tensor, "*pos n"]:
-    """Return the terms of AMiD's KL divergence, one per outcome."""
-    p, q, r = student_logprobs, teacher_logprobs, assistant_logprobs
-    pairs = {"q||r": (q, r), "p||r": (p, r), "r||q": (r, q), "r||p": (r, p)}
-    return kl_terms(*pairs[divergence])
-
-
 def amid(
     student_logprobs: Float[Tensor, "*pos k"],
     teacher_logprobs: Float[Tensor, "*pos k"],
@@ -179,7 +167,8 @@ def amid(
     refuse_amid(alpha, skew, divergence)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
     r = torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)
-    return assistant_kl_terms(p, q, r, divergence).sum(-1)
+    pairs = {"q||r": (q, r), "p||r": (p, r), "r||q": (r, q), "r||p": (r, p)}
+    return kl_terms(*pairs[divergence]).sum(-1)
 
 
 def refuse_amid(alpha: float, skew: float, divergence: str) -> None:

@@ -94,9 +94,10 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
         with torch.no_grad():
             log_teacher_ratio = given(inputs.ref_logprobs) - inputs.own_logprobs
             signal = torch.where(mask, log_teacher_ratio, 0.0)
-            dropped = signed_region(
+            high, low = signed_region(
                 signal, ratios.probs_diff, config.delta_low, config.delta_high, mask
-            ).dropped
+            )
+            dropped = high | low
             reverse = -signal
         loss = (
             policy_gradient_sum(ratios.log_ratio, signal, mask & ~dropped, 0.0, inputs)

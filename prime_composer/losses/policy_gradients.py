@@ -22,7 +22,7 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
@@ -35,7 +35,6 @@ from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaul
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
-    Region,
     drift_metrics,
     importance_ratios,
     policy_gradient_sum,
@@ -176,8 +175,7 @@ def sampled_reverse_kl_loss_fn(
         difference = given(inputs.ref_logprobs) - inputs.own_logprobs
         log_teacher_ratio = torch.where(mask, difference, 0.0)
         signal_of = _signed if config.mode == "signed" else _prime_rl
-        signal, region, mode_metrics = signal_of(log_teacher_ratio, probs_diff, inputs, config)
-    dropped = region.dropped
+        signal, dropped, mode_metrics = signal_of(log_teacher_ratio, probs_diff, inputs, config)
     max_ratio = MAX_RATIO if config.capped else None
     loss = policy_gradient_sum(log_ratio, signal, mask & ~dropped, config.kl_tau, inputs, max_ratio)
 
@@ -196,25 +194,24 @@ def _prime_rl(
     probs_diff: Float[Tensor, " seq"],
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
-) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
-    """Return the signal, upstream's trust region, and metrics by upstream's names."""
+) -> tuple[Float[Tensor, " seq"], Bool[Tensor, " seq"], dict[str, Tensor]]:
+    """Return the signal, what upstream's trust region drops, and metrics by upstream's names."""
     mask = inputs.loss_mask
     too_high = mask & (probs_diff > config.delta_high)
     too_low = mask & (probs_diff < -config.delta_low)
     if config.dialect != "v0.6":
-        region = Region(high=torch.zeros_like(mask), low=too_low)
-        return signal, region, {"ref_kl": masked_mean(signal, mask)}
+        return signal, too_low, {"ref_kl": masked_mean(signal, mask)}
     advantages = given(inputs.advantages)
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
-    region = Region(high=positive & too_high, low=~positive & too_low)
+    dropped = torch.where(positive, too_high, too_low)
     metrics = {
         "is_masked_low": masked_mean(negative & too_low, mask),
-        "is_masked_high": masked_mean(region.high, mask),
-        "masked_advantage_positive": masked_mean(positive, region.dropped),
-        "masked_advantage_negative": masked_mean(negative, region.dropped),
+        "is_masked_high": masked_mean(positive & too_high, mask),
+        "masked_advantage_positive": masked_mean(positive, dropped),
+        "masked_advantage_negative": masked_mean(negative, dropped),
         "teacher_kl": masked_mean(signal, mask),
     }
-    return signal, region, metrics
+    return signal, dropped, metrics
 
 
 def _signed(
@@ -222,8 +219,8 @@ def _signed(
     probs_diff: Float[Tensor, " seq"],
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
-) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
-    """Return the reshaped signal, the trust region by its sign, and metrics."""
+) -> tuple[Float[Tensor, " seq"], Bool[Tensor, " seq"], dict[str, Tensor]]:
+    """Return the reshaped signal, what the trust region drops by its sign, and metrics."""
     mask = inputs.loss_mask
     signal = log_teacher_ratio
     if config.top_d is not None:
@@ -237,10 +234,10 @@ def _signed(
         signal = signal + baseline
         metrics["baseline"] = token_mean(baseline, mask)
     signal = torch.where(mask, signal, 0.0)
-    region = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
-    metrics["is_masked_low"] = token_mean(region.low, mask)
-    metrics["is_masked_high"] = token_mean(region.high, mask)
-    return signal, region, metrics
+    high, low = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
+    metrics["is_masked_low"] = token_mean(low, mask)
+    metrics["is_masked_high"] = token_mean(high, mask)
+    return signal, high | low, metrics
 
 
 class RewardLossConfig(LossConfig):

@@ -277,7 +277,7 @@ MUTANTS: dict[str, Mutant] = {
          "torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1).detach()"),
     ),
     "amid orders swapped": mutant(
-        SKEWED, "assistant_kl_terms", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
+        SKEWED, "amid", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
     ),
     "amid not normalized": mutant(
         SKEWED, "amid",
@@ -337,7 +337,7 @@ MUTANTS: dict[str, Mutant] = {
         REGION, "signed_region", ("probs_diff < -delta_low", "probs_diff < -delta_high")
     ),
     "policy-gradient weights ignored": mutant(
-        REGION, "weighted_sum", ("inputs.loss_weights is not None", "False")
+        REGION, "policy_gradient_sum", ("inputs.loss_weights", "None")
     ),
     "capped ratio without a gradient": mutant(
         REGION, "capped_ratio", ("log_ratio.detach()", "log_ratio")
@@ -357,7 +357,7 @@ MUTANTS: dict[str, Mutant] = {
     # sampled reverse KL
     "v0.7 with a high side": mutant(
         GRADIENTS, "_prime_rl",
-        ("Region(high=torch.zeros_like(mask), low=too_low)", "Region(high=too_high, low=too_low)"),
+        ('(signal, too_low, {"ref_kl": _M})', '(signal, too_high | too_low, {"ref_kl": _M})'),
     ),
     "v0.6 zero advantage counted positive": mutant(
         GRADIENTS, "_prime_rl", ("advantages > 0", "advantages >= 0")

@@ -19,7 +19,8 @@ from pydantic import Field, PositiveFloat
 from prime_composer import LossInputs, LossOutputs
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.metrics import token_mean
-from prime_composer.losses.shared.trust_region import importance_ratios, weighted_sum
+from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.trust_region import importance_ratios
 
 
 class FixedAdvantageConfig(LossConfig):
@@ -44,5 +45,5 @@ def fixed_advantage(inputs: LossInputs, config: FixedAdvantageConfig) -> LossOut
     sampled = torch.where(mask, inputs.inference_logprobs.detach(), 0.0)
     low = mask & (sampled < math.log(config.below))
     ratio = torch.where(low, importance_ratios(inputs).log_ratio, 0.0).exp()
-    loss = weighted_sum(torch.where(low, config.penalty * ratio, 0.0), inputs)
+    loss = masked_sum(torch.where(low, config.penalty * ratio, 0.0), mask, inputs.loss_weights)
     return LossOutputs(loss=loss, metrics={"improbable": token_mean(low, mask)})

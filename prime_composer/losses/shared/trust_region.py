@@ -17,6 +17,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses.shared.metrics import token_mean
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +60,7 @@ def policy_gradient_sum(
     ratio = torch.exp(kept) if max_ratio is None else capped_ratio(kept, max_ratio)
     pg_loss = torch.where(keep, signal * ratio, 0.0)
     kl_loss = inputs.loss_mask * log_ratio**2
-    return weighted_sum(-pg_loss + kl_tau * kl_loss, inputs)
-
-
-def weighted_sum(per_token_loss: Float[Tensor, " seq"], inputs: LossInputs) -> Float[Tensor, ""]:
-    """Return the sum of a loss that is 0 outside the mask, times the tokens' weights."""
-    if inputs.loss_weights is not None:
-        per_token_loss = per_token_loss * torch.where(inputs.loss_mask, inputs.loss_weights, 1.0)
-    return per_token_loss.sum()
+    return masked_sum(-pg_loss + kl_tau * kl_loss, inputs.loss_mask, inputs.loss_weights)
 
 
 def drift_metrics(
@@ -93,32 +87,17 @@ def drift_metrics(
     }
 
 
-@dataclass(frozen=True, eq=False)
-class Region:
-    """Tokens that a trust region drops, by side. True only at tokens of the mask."""
-
-    high: Bool[Tensor, " seq"]
-    low: Bool[Tensor, " seq"]
-
-    @property
-    def dropped(self) -> Bool[Tensor, " seq"]:
-        """Tokens dropped on either side."""
-        return self.high | self.low
-
-
 def signed_region(
     signal: Float[Tensor, " seq"],
     probs_diff: Float[Tensor, " seq"],
     delta_low: float,
     delta_high: float,
     mask: Bool[Tensor, " seq"],
-) -> Region:
-    """Drop a token iff the step would move its probability further away from the sampler's.
+) -> tuple[Bool[Tensor, " seq"], Bool[Tensor, " seq"]]:
+    """Return the tokens whose probability the step would move further away from the sampler's.
 
-    That is (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low), the rule
-    of DPPO (2026), https://arxiv.org/abs/2602.04879.
+    They are those with signal > 0 and p - mu > delta_high, and those with signal < 0 and
+    p - mu < -delta_low, the rule of DPPO (2026), https://arxiv.org/abs/2602.04879.
     """
-    return Region(
-        high=mask & (signal > 0) & (probs_diff > delta_high),
-        low=mask & (signal < 0) & (probs_diff < -delta_low),
-    )
+    high = mask & (signal > 0) & (probs_diff > delta_high)
+    return high, mask & (signal < 0) & (probs_diff < -delta_low)
