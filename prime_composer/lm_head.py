@@ -72,11 +72,6 @@ def selected_logprobs(
 def _check(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, block: tuple[int, int]
 ) -> None:
-    if hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"The hidden states have width {hidden.shape[1]} and the head's weight "
-            f"{weight.shape[1]}; pass the [V, d] weight of the same model."
-        )
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one to the other's dtype."

@@ -365,9 +365,7 @@ def test_adaptive_kl_in_float32_is_that_of_float64():
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"teachers": ()}, "there is no teacher"),
-        ({"student": (4, 5, 6)}, "student's hidden states have width 5 and its head 6"),
-        ({"teacher": (4, 3, 2)}, "teacher's hidden states have width 3 and its head 2"),
+        ({"teachers": ()}, r"0 teacher\(s\) with no weights"),
         ({"teacher": (5, 3, 3)}, "teacher has 5 rows and the student 4"),
         ({"weights": (4, 1)}, r"1 teacher\(s\) with weights of shape \(4, 1\)"),
         ({"dtype": torch.float32}, "torch.float64 and its head is torch.float32"),

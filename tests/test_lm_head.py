@@ -127,7 +127,6 @@ def test_the_logits_of_a_batch_never_exist_at_once():
         ),
         (dict(token_ids=torch.tensor([[-1]])), "reach from -1 to -1"),
         (dict(token_ids=torch.tensor([[1], [2]])), "2 rows for 1 hidden states"),
-        (dict(hidden=torch.zeros(1, 6)), "width 6 and the head's weight 5"),
         (dict(weight=torch.zeros(37, 5, dtype=torch.float64)), "cast one to the other"),
         (dict(temperature=0.0), "temperature is 0.0"),
         (dict(block=(8, 0)), "both at least 1"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,38 +18,20 @@ BLOCKS = {"cpu": (256, 512), "cuda": (4096, 8192)}
 the elementwise passes over it take little next to the matrix products."""
 
 
-@dataclass(frozen=True, eq=False)
 class Plan:
-    """Two heads, all of whose rows count, and the blocks in which they are compared."""
+    """Two heads, all of whose rows count, and the blocks in which they are compared.
 
-    heads: TwoHeads  # every teacher has a weight in every row
-    token_block: int  # rows of a block
-    chunk: int  # vocabulary entries of a block
+    Every teacher has a weight in every row. A block has ``token_block`` rows and ``chunk``
+    vocabulary entries.
+    """
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the student's hidden states, where everything is computed."""
-        return self.heads.student.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elementwise work and of the results."""
-        return accumulation_dtype(self.heads.student.hidden)
-
-    @property
-    def n(self) -> int:
-        """Number of rows."""
-        return self.heads.student.row_count
-
-    @property
-    def common(self) -> int:
-        """Number of ids that every head has."""
-        return min(side.size for side in self.heads.sides)
-
-    @property
-    def has_bucket(self) -> bool:
-        """Whether some head has more ids than another."""
-        return any(side.size > self.common for side in self.heads.sides)
+    def __init__(self, heads: TwoHeads, token_block: int, chunk: int):
+        hidden, sizes = heads.student.hidden, [side.size for side in heads.sides]
+        self.heads, self.token_block, self.chunk = heads, token_block, chunk
+        self.n, self.device = len(hidden), hidden.device
+        self.dtype = accumulation_dtype(hidden)  # of the elementwise work and of the results
+        self.common = min(sizes)  # number of ids that every head has
+        self.has_bucket = max(sizes) > self.common
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the first id of each chunk, and the one after its last."""
@@ -81,9 +63,6 @@ class Buffer:
             self.memory = self.memory.new_empty(height * width)
         return self.memory[: height * width].view(height, width)
 
-    def like(self, block: Tensor) -> Tensor:
-        return self.block(*block.shape)
-
 
 class Side:
     """The logits of one model, block by block: hidden states times a head."""
@@ -98,17 +77,13 @@ class Side:
         """Return rows of the head."""
         return _operand(self.settings.weight[start:stop].to(self.hidden.device))
 
-    def logits(self, rows: slice, chunk: Tensor, start: int) -> Tensor:
-        """Return the logits of a block. The next block overwrites them."""
-        return self.logits_and_slope(rows, chunk, start)[0]
-
-    def logits_and_slope(
-        self, rows: slice, chunk: Tensor, start: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits of a block, and the derivative of the cap if there is one."""
+    def logits(self, rows: slice, chunk: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Return a block, until the next one, and the derivative of the cap if there is one."""
         size = rows.stop - rows.start, chunk.shape[0]
+        logits = self.buffer.block(*size)
         slope = None if self.settings.softcap is None else self.slopes.block(*size)
-        return self._fill(self.buffer.block(*size), slope, rows, chunk, start), slope
+        self._fill(logits, slope, rows, chunk, start)
+        return logits, slope
 
     def whole_rows(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return the logits of all ids, and the derivative of the cap if there is one."""
@@ -122,7 +97,7 @@ class Side:
 
     def _fill(
         self, out: Tensor, slope: Tensor | None, rows: slice, chunk: Tensor, start: int
-    ) -> Tensor:
+    ) -> None:
         """Write the logits of a block, and the derivative of the cap."""
         settings = self.settings
         fits = accumulation_dtype(chunk) == out.dtype
@@ -140,17 +115,16 @@ class Side:
             out.mul_(settings.softcap)
         if self.factor != 1:
             out.mul_(self.factor)
-        return out
 
-    def sums(self, start: int) -> "Running":
-        """Return the sum of exp(z) over the ids from ``start`` on."""
+    def log_sum(self, start: int) -> Tensor:
+        """Return the logsumexp over the ids from ``start`` on, [n]."""
         running = Running(self.plan, 1)
         for first, last in self.plan.chunks(start, self.size):
             chunk = self.chunk(first, last)
             for rows in self.plan.row_blocks():
-                logits = self.logits(rows, chunk, first)
+                logits, _ = self.logits(rows, chunk, first)
                 running.add(rows, centered_in_place(logits), logits)
-        return running
+        return running.log_sum()
 
 
 class Running:
@@ -176,12 +150,12 @@ class Running:
         """
         exponentials = centered
         if own:
-            exponentials = self.exponentials.like(centered)
+            exponentials = self.exponentials.block(*centered.shape)
         torch.exp(centered, out=exponentials)
         sums = [exponentials.sum(1).double()]
         if ratio is not None:
             difference, shift = ratio
-            products = torch.mul(exponentials, difference, out=self.products.like(centered))
+            products = torch.mul(exponentials, difference, out=self.products.block(*centered.shape))
             sums.append(products.sum(1) + sums[0] * shift)
         if own:
             sums.append(centered.mul_(exponentials).sum(1) + sums[0] * highest)

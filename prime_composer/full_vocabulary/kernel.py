@@ -138,7 +138,7 @@ class _SumsOfHeads(torch.autograd.Function):
             p, q, r = _first_pass(plan, asked, student, teacher)
             bucket: Sequence[Tensor | None] = (None, None)
             if plan.has_bucket:
-                bucket = tuple(side.sums(plan.common).log_sum() for side in (student, teacher))
+                bucket = tuple(side.log_sum(plan.common) for side in (student, teacher))
         sums = _Sums(
             log_p=p.log_sum(),
             log_p_beyond=bucket[0],
@@ -180,14 +180,14 @@ def _first_pass(
     for start, stop in plan.chunks(0, plan.common):
         chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
         for rows in plan.row_blocks():
-            a = student.logits(rows, chunk, start)
-            b = teacher.logits(rows, teacher_chunk, start)
+            a, _ = student.logits(rows, chunk, start)
+            b, _ = teacher.logits(rows, teacher_chunk, start)
             # Differences of logits below their maxima: an offset between both would round.
             a_highest, b_highest = centered_in_place(a), centered_in_place(b)
             shift = a_highest - b_highest
-            ratio = torch.sub(a, b, out=differences.like(a)), shift
+            ratio = torch.sub(a, b, out=differences.block(*a.shape)), shift
             if t is not None:
-                c = torch.add(a, ratio[0], alpha=-t, out=targets.like(a))
+                c = torch.add(a, ratio[0], alpha=-t, out=targets.block(*a.shape))
                 c_highest = centered_in_place(c) + a_highest - t * shift
                 r.add(rows, c_highest, c, ratio, own=True)
             p.add(rows, a_highest, a, ratio if asked.reverse else None)
@@ -242,14 +242,14 @@ def _second_pass(
         chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
         total.begin(start, stop)
         for rows in plan.row_blocks():
-            a, cap_slope = student.logits_and_slope(rows, chunk, start)
-            b = teacher.logits(rows, teacher_chunk, start)
+            a, cap_slope = student.logits(rows, chunk, start)
+            b, _ = teacher.logits(rows, teacher_chunk, start)
             a -= p_highest[rows]
             b -= q_highest[rows]
-            difference = torch.sub(a, b, out=differences.like(a))
+            difference = torch.sub(a, b, out=differences.block(*a.shape))
             target = b
             if asked.t is not None:
-                target = torch.add(a, difference, alpha=-t, out=targets.like(a))
+                target = torch.add(a, difference, alpha=-t, out=targets.block(*a.shape))
                 target -= r_offset[rows]
             a.exp_()
             if asked.reverse:
@@ -267,7 +267,7 @@ def _second_pass(
         chunk = student.chunk(start, stop)
         total.begin(start, stop)
         for rows in plan.row_blocks():
-            a, cap_slope = student.logits_and_slope(rows, chunk, start)
+            a, cap_slope = student.logits(rows, chunk, start)
             a.sub_(plan.column(beyond)[rows]).exp_().mul_(plan.column(of_beyond)[rows])
             total.add(rows, a, chunk, cap_slope)
         total.end()

@@ -76,8 +76,8 @@ class _SumOverIds(torch.autograd.Function):
                 chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
                 total.begin(start, stop)
                 for rows in plan.row_blocks():
-                    log_p, cap_slope = student.logits_and_slope(rows, chunk, start)
-                    log_q = teacher.logits(rows, teacher_chunk, start)
+                    log_p, cap_slope = student.logits(rows, chunk, start)
+                    log_q, _ = teacher.logits(rows, teacher_chunk, start)
                     _normalized_in_place(log_p, *p_norms[:, rows])
                     _normalized_in_place(log_q, *q_norms[:, rows])
                     _, of_log_p = value_and_gradient(
