@@ -49,6 +49,7 @@ def pytest_addoption(parser):
 
 import copy  # noqa: E402
 import functools  # noqa: E402
+import gc  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -110,8 +111,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse a pytest whose workers ignore groups: whole runs would share ports, and fail at times.
 
-    A group is a part of a test's name there.
+    A group is a part of a test's name there. What was imported stays, and the garbage collector
+    need not look at it again and again.
     """
+    gc.freeze()
     if hasattr(session.config, "workerinput") and session.config.getvalue("loadgroup"):
         for item in session.items:
             if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
@@ -136,9 +139,10 @@ TINY_RECIPE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Give this session a model cache of its own, also in the processes that tests start."""
-    folder = tmp_path_factory.mktemp("cache")
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "cache"
     os.environ["PRIME_COMPOSER_CACHE"] = str(folder)
     return folder
 

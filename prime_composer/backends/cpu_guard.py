@@ -59,9 +59,7 @@ def hide_cuda_packages() -> None:
     if not built_for_cpu():
         return
     modules: dict[str, Any] = sys.modules
-    for name in OPTIONAL_PACKAGES:
-        if name in modules:
-            continue
+    for name in {*OPTIONAL_PACKAGES} - modules.keys():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.tiny_models.cache import SHIPPED
 from tests.cross_tokenizer.toys import byte_level, sentencepiece
+
+# One process makes the tokenizers.
+pytestmark = pytest.mark.xdist_group("token_bytes")
 
 TEXTS = (
     "Natalia sold 48/2 = 24 clips in May, and 1,350 in all.\nShe's got $12.50 left.\n\n#### 72",
@@ -30,30 +34,34 @@ def tiny() -> TokenBytes:
 
 
 @pytest.fixture(scope="module")
-def tekken() -> TokenBytes:
-    """Mistral's, which vLLM's mistral_common ships."""
+def shipped() -> Path:
+    """Return the folder of the tokenizers that vLLM's mistral_common ships."""
     hide_cuda_packages()
-    from transformers.integrations.mistral import convert_tekken_tokenizer
-
     spec = importlib.util.find_spec("mistral_common")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("mistral_common is not installed (pip install mistral-common)")
-    file = Path(spec.submodule_search_locations[0]) / "data" / "tekken_240911.json"
-    return TokenBytes(convert_tekken_tokenizer(str(file)).backend_tokenizer, "tekken")
+    return Path(spec.submodule_search_locations[0]) / "data"
 
 
 @pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> TokenBytes:
-    """Mistral's first one, of sentencepiece, which vLLM's mistral_common ships."""
-    hide_cuda_packages()
+def tekken(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenBytes:
+    """Mistral's. A quarter of its 131,072 tokens, those of its first merges, takes a tenth."""
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    file = tmp_path_factory.mktemp("tekken") / "tekken.json"
+    whole = json.loads((shipped / "tekken_240911.json").read_text())
+    whole["config"]["default_vocab_size"] = 32_768
+    file.write_text(json.dumps(whole | {"vocab": whole["vocab"][:32_768]}))
+    return TokenBytes(convert_tekken_tokenizer(str(file), "").backend_tokenizer, "tekken")
+
+
+@pytest.fixture(scope="module")
+def mistral(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenBytes:
+    """Mistral's first one, of sentencepiece."""
     from transformers import AutoTokenizer
 
-    spec = importlib.util.find_spec("mistral_common")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("mistral_common is not installed (pip install mistral-common)")
     folder = tmp_path_factory.mktemp("mistral")
-    data = Path(spec.submodule_search_locations[0]) / "data"
-    shutil.copy(data / "tokenizer.model.v1", folder / "tokenizer.model")
+    shutil.copy(shipped / "tokenizer.model.v1", folder / "tokenizer.model")
     return TokenBytes(AutoTokenizer.from_pretrained(folder).backend_tokenizer, "mistral")
 
 

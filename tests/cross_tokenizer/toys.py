@@ -125,13 +125,13 @@ class ToyTeacher:
             i for i, content in enumerate(tokens.of_id) if content and not content.strip(allowed)
         ]
         self.end = len(tokens.of_id) - 1
+        self.last = np.eye(len(tokens.of_id))[self.end]
         self.row = cache(self._row)
 
     def _row(self, context: tuple[int, ...]) -> np.ndarray:
-        row = np.zeros(len(self.tokens.of_id))
         if len(context) == self.length:
-            row[self.end] = 1
-            return row
+            return self.last
+        row = np.zeros(len(self.tokens.of_id))
         key = zlib.crc32(repr((self.seed, context[-2:], len(context))).encode())
         row[[*self.ids, self.end]] = np.exp(
             1.2 * np.random.default_rng(key).standard_normal(len(self.ids) + 1)
@@ -160,6 +160,8 @@ class ToyTeacher:
         if mass < 1e-13:
             return
         yield context, mass
+        if len(context) == self.length:
+            return
         row = self.row(context)
         for i in self.ids:
             yield from self._walk((*context, i), mass * row[i])
@@ -178,8 +180,10 @@ def pushed_forward(
 ) -> dict[tuple[int, ...], float]:
     """Return the probability that the student's encoding of a text begins with each sequence."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for text, mass in teacher.texts().items():
-        ids = (*student.encode(lead + text if text else ""), end)
+    masses = teacher.texts()
+    encoded = student.encode_all([lead + text if text else "" for text in masses])
+    for written, mass in zip(encoded, masses.values(), strict=True):
+        ids = (*written, end)
         for length in range(len(ids) + 1):
             found[ids[:length]] += mass
     return found
