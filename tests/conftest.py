@@ -74,6 +74,9 @@ from tests.tiny_qwen import (  # noqa: E402, F401  (fixtures)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# No test ends the machine's power. Those of faults have processes of their own.
+os.fsync = lambda file: None
+
 # Fresh memory is full of NaN, so that a number which nobody wrote is seen. On a GPU deterministic
 # algorithms are others, and some operations have none.
 torch.use_deterministic_algorithms(not torch.cuda.is_available())

@@ -213,14 +213,21 @@ def test_signal_while_a_batch_waits_for_its_server_loses_nothing(
         checkpoint__every=every,
     )
 
+    display = Silent()
+
     def interrupt() -> None:
         Away.blocked.wait(60)
-        time.sleep(3.0)  # steps train, and then wait
+        before = 1 if every else 3
+        for _ in range(1200):
+            if display.steps[-1:] >= [before]:
+                break
+            time.sleep(0.05)
+        time.sleep(1.0)  # the next step trains, and then waits
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    outcome = run(raw, tmp_path / "run")
+    outcome = run(raw, tmp_path / "run", display)
     thread.join()
     assert (outcome.interrupted, outcome.signum, outcome.steps) == (True, signal.SIGINT, steps)
     assert not [one for one in threading.enumerate() if one.name.startswith("ahead")]
