@@ -16,6 +16,7 @@ REMOVED: dict[str, str] = {
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
     "diloco.min_replicas": "leave it out; an outer step takes a majority of the islands",
     **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; answers are greedy"),
+    **dict.fromkeys(("data.answer_check", "environments.NAME.answer_check"), "call it metric"),
     "environments.NAME.api": "leave it out; each is of verifiers' API v1",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }

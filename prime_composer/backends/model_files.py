@@ -1,21 +1,14 @@
-"""Look at a model's files before anything is loaded: what is missing, and whether the hub answers.
+"""Look at a model's files before anything is loaded: what is missing.
 
 This file imports neither torch nor transformers, so that a wrong path is refused at once.
 """
 
-import functools
 import hashlib
 import json
 import os
 import re
-import socket
-import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
-
-HUB_SECONDS = 1.5  # Time for the hub to be out of reach for certain. Afterwards the loader tries.
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -50,54 +43,16 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def why_not_on_hub(model: str) -> str | None:
-    """Return why a model that is no folder cannot be loaded: it is not cached, and there is no hub.
+    """Return why a hub id cannot be loaded: it is not cached, and no hub is asked."""
+    from huggingface_hub import constants
 
-    A hub that only answers slowly is no reason: the loader has more patience.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(model, "config.json"), str):
-        return None
-    neither = "it is neither a directory nor in the Hugging Face cache, and"
-    if constants.HF_HUB_OFFLINE:
-        return (
-            f"{neither} HF_HUB_OFFLINE is set, so the hub was not contacted; name a local copy in "
-            "the model's table, for example --set student.model=DIR, or unset HF_HUB_OFFLINE."
-        )
-    if not _refuses(constants.ENDPOINT):
+    if not constants.HF_HUB_OFFLINE or cached_file(model, "config.json") is not None:
         return None
     return (
-        f"{neither} {constants.ENDPOINT} could not be reached; name a local copy in the model's "
-        "table, for example --set student.model=DIR, or copy a cache that has it to HF_HOME and "
-        "set HF_HUB_OFFLINE=1."
+        "it is neither a directory nor in the Hugging Face cache, and HF_HUB_OFFLINE is set, so "
+        "the hub was not contacted; name a local copy in the model's table, for example --set "
+        "student.model=DIR, or unset HF_HUB_OFFLINE."
     )
-
-
-@functools.lru_cache(maxsize=4)
-def _refuses(endpoint: str) -> bool:
-    """Return whether a server is out of reach for certain, within ``HUB_SECONDS``.
-
-    Behind a proxy nothing is certain.
-    """
-    parts = urlsplit(endpoint)
-    if parts.hostname is None or parts.scheme in getproxies() or "all" in getproxies():
-        return False
-    address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
-    refused = threading.Event()
-
-    def connect() -> None:
-        try:
-            # More time than is waited for: an address that is silent leaves it undecided.
-            socket.create_connection(address, 2 * HUB_SECONDS).close()
-        except TimeoutError:
-            pass
-        except OSError:
-            refused.set()
-
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(HUB_SECONDS)
-    return refused.is_set()
 
 
 def cached_file(model: str | Path, name: str) -> Path | None:
@@ -150,18 +105,8 @@ def is_without_weights(model: str) -> bool:
     return folder.is_dir() and not any(one.suffix in WEIGHTS for one in folder.iterdir())
 
 
-def unusable(folder: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"the cache for prepared models cannot be used: {folder} ({reason}); set "
-        f"{CACHE_VARIABLE} to a folder that can be written"
-    )
-
-
 def cache_root() -> Path:
     """Return ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in the user's cache folder."""
     own = os.environ.get(CACHE_VARIABLE)
     folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:
-        raise unusable(Path(folder), "there is no such home directory") from None
+    return Path(os.path.expanduser(folder))

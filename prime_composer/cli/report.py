@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +27,6 @@ from prime_composer.cli.quantities import (
 from prime_composer.cli.recorded import RecordedRun, environment_titles
 from prime_composer.local.answers import KeptAnswer, read_answers, read_signatures
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.disk import format_bytes
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
@@ -38,8 +38,6 @@ SHARES = (
     Quantity("distillation/kl", "KL to the teacher, nats", number),
 )
 """What a step measures of each environment."""
-
-FOLDED_NAME = 10  # Letters of a name in a row, where a terminal has no room for more
 
 ANSWERS_SHOWN = 3  # Questions that a report shows with their answers
 
@@ -96,10 +94,10 @@ def print_size(run: RecordedRun) -> None:
     bits = quantize.information(rounded, weights)
     newest = [checkpoint.path for checkpoint in list_checkpoints(run.folder)[-1:]]
     sizes = [file.stat().st_size for path in newest for file in path.glob("*.safetensors")]
-    on_disk = f"; {format_bytes(sum(sizes))} on the disk, in float32" if sizes else ""
+    on_disk = f"; {decimal(sum(sizes))} on the disk, in float32" if sizes else ""
     console().print(
         f"student of {run.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
-        f"in groups of {quantize.group}; {format_bytes(round(bits / 8))} of information, "
+        f"in groups of {quantize.group}; {decimal(round(bits / 8))} of information, "
         f"{bits / weights:.2f} bits per weight{on_disk}",
         soft_wrap=True,
     )
@@ -246,26 +244,13 @@ def print_shares(evaluated: Sequence[Mapping[str, Any]]) -> None:
 def print_table(
     screen: Console, head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1
 ) -> None:
-    """Print a table; in a narrow terminal a block for each row. No number is left out or cut."""
-    any_width = screen.options.update(max_width=sys.maxsize)
-    for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
-        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-        for title in head[:names]:
-            table.add_column(title, overflow="fold", max_width=width)
-        for title in head[names:]:
-            table.add_column(title, justify="right", no_wrap=not wraps, overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        needed = screen.measure(table, options=any_width)
-        if (needed.minimum if wraps else needed.maximum) <= screen.width:
-            screen.print(table)
-            return
-    for name, *cells in rows:
-        block = Table.grid(padding=(0, 2))
-        for title, cell in zip(head[1:], cells, strict=True):
-            block.add_row(f"  {title}", cell)
-        screen.print(Text(f"\n{name}", style="bold"), block)
-    screen.print()
+    """Print a table. A narrow terminal folds its cells."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for place, title in enumerate(head):
+        table.add_column(title, justify="left" if place < names else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
 
 
 def console() -> Console:

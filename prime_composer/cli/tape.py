@@ -42,7 +42,7 @@ def tape_check(folder: str | None, config: str | None, overrides: Sequence[str])
 
 def print_inspection(folder: Path, found: Inspection) -> None:
     """Print what is on a tape; what is damaged goes to standard error."""
-    from prime_composer.local.disk import format_bytes
+    from rich.filesize import decimal
 
     header = found.header
     model = header.get("model")
@@ -55,7 +55,7 @@ def print_inspection(folder: Path, found: Inspection) -> None:
         name = f"{kind}, K = {k}" if k else kind
         name += ", hidden states" if hidden else ""
         each = f", {size / rows:.0f} bytes per token" if rows else ""
-        print(f"  {name}: {totals['answers']} answers, {rows} tokens, {format_bytes(size)}{each}")
+        print(f"  {name}: {totals['answers']} answers, {rows} tokens, {decimal(size)}{each}")
     for path, count in found.unmarked.items():
         print(
             f"  {path}: {count} answers are left out: their writer has not asked its teacher since "

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from prime_composer.backends.errors import naming_file
 
@@ -50,18 +49,8 @@ def write_answers(
     if signatures:
         line["signatures"] = dict(signatures)
     path = run_dir / ANSWERS_FILE
-    with naming_file(path), path.open("a+b") as file:
-        # A line that a full disk or a killed process cut ends before this one.
-        text = "" if _is_whole(file) else "\n"
-        file.write(f"{text}{json.dumps(line)}\n".encode())
-
-
-def _is_whole(file: IO[bytes]) -> bool:
-    """Return whether a file ends where a line does."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return True
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
+    with naming_file(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def read_answers(run_dir: Path, of: Answerer = "answers") -> dict[int, list[KeptAnswer]]:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.filesize import decimal
 from torch.utils._pytree import tree_leaves
 
 from prime_composer.backends.errors import naming_file, os_error
 from prime_composer.backends.hf_model import without_progress_bars
-from prime_composer.local.disk import FULL, NoRoom, describe_error, format_bytes, free_bytes
+from prime_composer.local.disk import FULL, NoRoom, describe_error, free_bytes
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
@@ -119,8 +120,8 @@ def save_checkpoint(
         room = ""
         if cause.errno in FULL:
             free = free_bytes(folder)
-            room = f" ({format_bytes(tensor_bytes([model.state_dict(), state]))} needed"
-            room += ")" if free is None else f", {format_bytes(free)} free)"
+            room = f" ({decimal(tensor_bytes([model.state_dict(), state]))} needed"
+            room += ")" if free is None else f", {decimal(free)} free)"
         raise CheckpointNotSaved(
             f"the checkpoint of step {step} could not be saved in {folder}{room}: "
             f"{describe_error(cause)}"
@@ -192,9 +193,9 @@ def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None)
     room = free + sum(path.lstat().st_size for path in files)
     if room < size * count:
         raise NoRoom(
-            f"{run_dir}: the checkpoints of this run need {format_bytes(size * count)} "
-            f"({count} of {format_bytes(size)} at once), and the disk has room for "
-            f"{format_bytes(room)}; free some, name an --output-dir on another disk, or lower "
+            f"{run_dir}: the checkpoints of this run need {decimal(size * count)} "
+            f"({count} of {decimal(size)} at once), and the disk has room for "
+            f"{decimal(room)}; free some, name an --output-dir on another disk, or lower "
             "checkpoint.keep"
         )
 

@@ -25,7 +25,7 @@ from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.problems.prompts import marks_of
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
+from prime_composer.recipe.schema import Recipe
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.balance import balanced, share_metrics
 from prime_composer.step.batch import Batch, PreferencePair, Sample
@@ -81,9 +81,7 @@ class Collector:
     """Collects a run's batches: for each ``problems``, ``sample``, ``grade`` and ``score``."""
 
     engine: Engine
-    trainer: TrainerConfig
-    rollout: RolloutConfig
-    replay: ReplayConfig
+    recipe: Recipe
     clock: Clock = field(default_factory=Clock)  # of the step under way
     metrics: dict[str, float] = field(default_factory=dict)  # what was measured in it
     # number of this island, from 0, and how many there are; None without islands
@@ -112,9 +110,11 @@ class Collector:
 
     def problems(self, step: int) -> list[Problem]:
         """Return the problems of a step, shared among the environments by their ratios."""
-        count = self.trainer.batch_size // self.rollout.group_size
-        problem_set, order = self.engine.problems.problem_set, self.undivided(step)
-        return problems_of_step(problem_set, count, self.trainer.seed, order)
+        problems, seed = self.engine.problems.problem_set, self.recipe.trainer.seed
+        count = self.recipe.trainer.batch_size // self.recipe.rollout.group_size
+        sizes, ratios = [*problems.sizes.values()], [*map(problems.ratio, problems.sizes)]
+        chosen = environment_batches(sizes, ratios, count, seed, self.undivided(step) - 1)
+        return [problems.practice[index] for index in chosen]
 
     def sample(self, problems: Sequence[Problem], step: int) -> list[Sample]:
         """Sample answers to the problems, and play tasks of environments by id, with their reward.
@@ -124,18 +124,109 @@ class Collector:
         """
         parts = problems_and_tasks(problems)
         own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
-        engine, config = self.engine, self.rollout
-        seed, order = self.trainer.seed, self.undivided(step)
         samples: list[Sample] = []
         with self.clock.phase("sample"):
             if own:
-                rollouts = sample_rollouts(engine, config, own, seed, order)
-                samples += [Sample(one, own[one.prompt_index]) for one in rollouts]
+                samples += [Sample(one, own[one.prompt_index]) for one in self.answers(own, step)]
             if tasks:
-                played, metrics = play(engine, config, tasks, seed, order, len(own))
-                samples += played
-                self.metrics |= metrics
+                samples += self.play(tasks, step, len(own))
         return samples
+
+    def answers(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        """Sample ``group_size`` rollouts for each problem.
+
+        With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1)
+        each sequence is the student's with probability lambda. The paper draws once per step. Once
+        per sequence has the same mean and less variance.
+        """
+        engine, config, params = self.engine, self.recipe.rollout, self.params
+        prompts = [engine.problems.prompt(problem) for problem in problems]
+        seed = self.seed("rollouts", step)
+        if config.student_fraction == 1:
+            return engine.sampler.generate(prompts, params, seed=seed)
+        coin = random.Random(self.seed("student_fraction", step))
+        draws = [
+            (index, coin.random() < config.student_fraction)
+            for index in range(len(prompts))
+            for _ in range(config.group_size)
+        ]
+        own = [index for index, is_sampled in draws if is_sampled]
+        other = [index for index, is_sampled in draws if not is_sampled]
+        sampled: list[Rollout] = []
+        if own:
+            asked = [prompts[index] for index in own]
+            sampled = engine.sampler.generate(asked, replace(params, n=1), seed=seed)
+            sampled = [replace(one, prompt_index=i) for one, i in zip(sampled, own, strict=True)]
+        if config.teacher_samples:
+            others = self.answers_of_teachers(problems, other, step)
+        else:
+            others = [engine.problems.solution(problems[index], index) for index in other]
+        students, rest = iter(sampled), iter(others)
+        return [next(students if is_sampled else rest) for _, is_sampled in draws]
+
+    def answers_of_teachers(
+        self, problems: Sequence[Problem], indices: Sequence[int], step: int
+    ) -> list[Rollout]:
+        """Let the teachers sample an answer to the problem at each index.
+
+        Their log mu is NaN: no ratio of p to it is one of two policies.
+        """
+        engine, teachers = self.engine, given(self.engine.teachers)
+        draw = random.Random(self.seed("teacher_of_rollout", step))
+        places_of: dict[TeacherId, list[int]] = defaultdict(list)
+        for place, index in enumerate(indices):
+            shares = teachers.routing.of(problems[index])
+            places_of[draw.choices([*shares], [*shares.values()])[0]].append(place)
+        answers: dict[int, Rollout] = {}
+        for teacher, places in places_of.items():
+            prompts = [engine.problems.prompt(problems[indices[place]]) for place in places]
+            seed = self.seed(f"rollouts of {teacher.table}", step)
+            sampler = given(teachers.scorers[teacher].sampler)
+            sampled = sampler.generate(prompts, replace(self.params, n=1), seed)
+            for place, rollout in zip(places, sampled, strict=True):
+                rollout = up_to_padding(rollout, engine.vocab_size, teacher)
+                unknown = torch.full_like(rollout.inference_logprobs, torch.nan)
+                rollout = replace(rollout, inference_logprobs=unknown, by_teacher=True)
+                answers[place] = replace(rollout, prompt_index=indices[place])
+        return [answers[place] for place in range(len(indices))]
+
+    def play(self, tasks: Sequence[Task], step: int, first_index: int) -> list[Sample]:
+        """Play ``group_size`` rollouts of each task; their prompts count from ``first_index``."""
+        engine, size = self.engine, self.recipe.rollout.group_size
+        of_rollout = [task for task in tasks for _ in range(size)]
+        params, seed = replace(self.params, n=1), self.seed("episodes", step)
+        outcomes = given(engine.environments).run(engine.sampler, of_rollout, params, seed)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if len(failures) == len(outcomes) and first_index == 0:
+            raise EnvironmentFailed(
+                f"step {step}: every rollout failed; the first, of "
+                f"[environments.{tasks[0].environment}]: {failures[0].reason}"
+            )
+        samples: list[Sample] = []
+        for index, task in enumerate(tasks):
+            played = outcomes[index * size : (index + 1) * size]
+            group = [outcome for outcome in played if isinstance(outcome, Episode)]
+            advantages = group_advantages([index] * len(group), [one.reward for one in group])
+            for episode, advantage in zip(group, advantages, strict=True):
+                graded = (episode.text, episode.reward, advantage)
+                for place, rollout in enumerate(episode.rollouts):
+                    rollout = replace(rollout, prompt_index=first_index + index)
+                    samples.append(Sample(rollout, task, *graded, first=place == 0))
+        self.metrics |= episode_metrics(outcomes, engine.problems.tokenizer)
+        return samples
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the recipe samples a group."""
+        config = self.recipe.rollout
+        return SamplingParams(
+            config.group_size, config.temperature, config.top_p, config.max_tokens
+        )
+
+    def seed(self, purpose: str, step: int) -> int:
+        """Return a seed for one purpose and step: a resumed run has no generator to restore."""
+        text = f"{self.recipe.trainer.seed}/{purpose}/{self.undivided(step)}"
+        return random.Random(text).getrandbits(31)
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the rollouts with text, reward and advantage."""
@@ -151,13 +242,13 @@ class Collector:
 
     def score(self, samples: Sequence[Sample], step: int) -> Batch:
         """Return the samples with the teacher's scores, and the step's preference pairs."""
-        engine, replay, loss = self.engine, self.replay, self.engine.loss
+        engine, replay, loss = self.engine, self.recipe.replay, self.engine.loss
         pairs: Sequence[PreferencePair] = ()
         with self.clock.phase("score"):
             if loss.reads_pairs and replay.source == "rollouts":
                 pairs = pairs_of_rollouts(samples, replay.pairs_per_step)
             elif loss.reads_pairs:
-                size, seed = len(engine.pairs), self.trainer.seed
+                size, seed = len(engine.pairs), self.recipe.trainer.seed
                 order = prompt_batches(size, replay.pairs_per_step, seed, step - 1)
                 pairs = [engine.pairs[index] for index in order]
             scored, metrics = engine.score(samples)
@@ -165,52 +256,7 @@ class Collector:
                 scored = balanced(scored, loss.balance)
         of_teacher = engine.reward_scale is None
         self.metrics |= metrics | end_metrics(scored, of_teacher) | share_metrics(scored)
-        return Batch(scored, pairs, self.rollout.temperature, of_teacher)
-
-
-def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:
-    """Return the ``count`` problems of a step, shared among the environments by their ratios."""
-    indices = environment_batches(
-        list(problems.sizes.values()),
-        [problems.ratio(name) for name in problems.sizes],
-        count,
-        seed,
-        step - 1,
-    )
-    return [problems.practice[index] for index in indices]
-
-
-def play(
-    engine: Engine,
-    config: RolloutConfig,
-    tasks: Sequence[Task],
-    seed: int,
-    step: int,
-    first_index: int = 0,
-) -> tuple[list[Sample], dict[str, float]]:
-    """Play ``group_size`` rollouts of each task; their prompts count from ``first_index``."""
-    params = SamplingParams(1, config.temperature, config.top_p, config.max_tokens)
-    of_rollout = [task for task in tasks for _ in range(config.group_size)]
-    outcomes = given(engine.environments).run(
-        engine.sampler, of_rollout, params, derive_seed(seed, "episodes", step)
-    )
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    if len(failures) == len(outcomes) and first_index == 0:
-        raise EnvironmentFailed(
-            f"step {step}: every rollout failed; the first, of "
-            f"[environments.{tasks[0].environment}]: {failures[0].reason}"
-        )
-    samples: list[Sample] = []
-    for index, task in enumerate(tasks):
-        played = outcomes[index * config.group_size : (index + 1) * config.group_size]
-        group = [outcome for outcome in played if isinstance(outcome, Episode)]
-        for episode in group:
-            advantage = episode.reward - sum(one.reward for one in group) / len(group)
-            graded = (episode.text, episode.reward, advantage)
-            for place, rollout in enumerate(episode.rollouts):
-                rollout = replace(rollout, prompt_index=first_index + index)
-                samples.append(Sample(rollout, task, *graded, first=place == 0))
-    return samples, episode_metrics(outcomes, engine.problems.tokenizer)
+        return Batch(scored, pairs, self.recipe.rollout.temperature, of_teacher)
 
 
 def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> dict[str, float]:
@@ -226,73 +272,6 @@ def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> di
         "rollout/turn_limit": fmean(one.limited for one in episodes),
         "rollout/special_texts": fmean(bool(marks_of(tokenizer, [one.told])) for one in episodes),
     }
-
-
-def sample_rollouts(
-    engine: Engine, config: RolloutConfig, problems: Sequence[Problem], seed: int, step: int
-) -> list[Rollout]:
-    """Sample ``group_size`` rollouts for each problem.
-
-    With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each
-    sequence is the student's with probability lambda. The paper draws once per step. Once per
-    sequence has the same mean and less variance.
-    """
-    prompts = [engine.problems.prompt(problem) for problem in problems]
-    params = SamplingParams(config.group_size, config.temperature, config.top_p, config.max_tokens)
-    rollouts_seed = derive_seed(seed, "rollouts", step)
-    if config.student_fraction == 1:
-        return engine.sampler.generate(prompts, params, seed=rollouts_seed)
-    coin = random.Random(derive_seed(seed, "student_fraction", step))
-    draws = [
-        (index, coin.random() < config.student_fraction)
-        for index in range(len(prompts))
-        for _ in range(config.group_size)
-    ]
-    own = [index for index, is_sampled in draws if is_sampled]
-    other = [index for index, is_sampled in draws if not is_sampled]
-    params = replace(params, n=1)
-    sampled: list[Rollout] = []
-    if own:
-        asked = [prompts[index] for index in own]
-        sampled = engine.sampler.generate(asked, params, seed=rollouts_seed)
-        sampled = [replace(one, prompt_index=i) for one, i in zip(sampled, own, strict=True)]
-    if config.teacher_samples:
-        others = teacher_rollouts(engine, params, problems, other, seed, step)
-    else:
-        others = [engine.problems.solution(problems[index], index) for index in other]
-    students, rest = iter(sampled), iter(others)
-    return [next(students if is_sampled else rest) for _, is_sampled in draws]
-
-
-def teacher_rollouts(
-    engine: Engine,
-    params: SamplingParams,
-    problems: Sequence[Problem],
-    indices: Sequence[int],
-    seed: int,
-    step: int,
-) -> list[Rollout]:
-    """Let the teachers sample an answer to the problem at each index.
-
-    Their log mu is NaN: no ratio of p to it is one of two policies.
-    """
-    teachers = given(engine.teachers)
-    draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
-    places_of: dict[TeacherId, list[int]] = defaultdict(list)
-    for place, index in enumerate(indices):
-        shares = teachers.routing.of(problems[index])
-        places_of[draw.choices([*shares], [*shares.values()])[0]].append(place)
-    answers: dict[int, Rollout] = {}
-    for teacher, places in places_of.items():
-        prompts = [engine.problems.prompt(problems[indices[place]]) for place in places]
-        own_seed = derive_seed(seed, f"rollouts of {teacher.table}", step)
-        sampler = given(teachers.scorers[teacher].sampler)
-        for place, rollout in zip(places, sampler.generate(prompts, params, own_seed), strict=True):
-            rollout = up_to_padding(rollout, engine.vocab_size, teacher)
-            unknown = torch.full_like(rollout.inference_logprobs, torch.nan)
-            rollout = replace(rollout, inference_logprobs=unknown, by_teacher=True)
-            answers[place] = replace(rollout, prompt_index=indices[place])
-    return [answers[place] for place in range(len(indices))]
 
 
 def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Rollout:
@@ -372,8 +351,3 @@ def mean_by_environment(
         if count:
             means[f"{name}/{environment}"] = sum(values[i] for i in indices) / count
     return means
-
-
-def derive_seed(seed: int, purpose: str, step: int) -> int:
-    """Return a seed for one purpose and step, so that a resumed run has no generator to restore."""
-    return random.Random(f"{seed}/{purpose}/{step}").getrandbits(31)

@@ -13,12 +13,6 @@ REMEDIES = {
     errno.ENOSPC: "free some room, or use another disk",
     errno.EDQUOT: "free some of the quota, or use another disk",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
-    errno.EROFS: "name a directory that can be written",
-    errno.EACCES: "name a directory that this user may write",
-    errno.EPERM: "name a directory that this user may write",
-    errno.ENAMETOOLONG: "name a shorter one",
-    errno.ENOTDIR: "a part of this path is a file; name another directory",
-    errno.EEXIST: "name a directory, not a file",
 }
 
 
@@ -57,13 +51,3 @@ def free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None
-
-
-def format_bytes(size: int) -> str:
-    """Format a number of bytes."""
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

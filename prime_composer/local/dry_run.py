@@ -28,7 +28,7 @@ from prime_composer.local.requirements import (
 )
 from prime_composer.local.sources import ProblemsAndTasks
 from prime_composer.local.tokenized_problems import TokenizedProblems, with_ends
-from prime_composer.losses import setup_loss_fn
+from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import TITLES, signature
@@ -66,7 +66,7 @@ def dry_run(recipe: Recipe, problems: ProblemSet) -> list[str]:
             round_student(net, recipe.student)
     return [
         *_models(recipe, routing, folders),
-        *_loss(recipe, routing, folders),
+        *_loss(recipe.loss),
         *_data(problems, routing if recipe.teachers and recipe.asks_teacher else None),
         *_steps(recipe, len(problems.held_out)),
         *check_sequences(recipe, problems, routing, folders),
@@ -123,26 +123,13 @@ def _models(recipe: Recipe, routing: Routing, folders: Mapping[str, Path | None]
         yield f"teacher: the policy itself, with the hint {policy.hint!r}; weights: {policy.update}"
 
 
-def _loss(recipe: Recipe, routing: Routing, folders: Mapping[str, Path | None]) -> Iterator[str]:
-    """Yield what each part of the loss needs, K, and the sizes of teachers' hidden states."""
-    loss, trainer = recipe.loss, recipe.trainer
+def _loss(loss: LossConfig) -> Iterator[str]:
+    """Yield what each part of the loss needs, and K."""
     for section, (part, needs) in loss.needs_by_section().items():
         yield f"[{section}] {part.type}: needs {', '.join(sorted(needs)) or 'nothing more'}"
     if loss.support is not None:
         size = "the whole vocabulary" if loss.support.k == "full" else f"K = {loss.support.k}"
         yield f"support: {size}, chosen by the {loss.support.chosen_by}"
-    for teacher, config in routing.opened.items() if loss.reads_hidden_states else ():
-        if (folder := folders[teacher.table]) is not None:
-            sizes = read_config(folder).get_text_config()
-            per_token = sizes.hidden_size * (
-                4 if (config.dtype or trainer.dtype) == "float32" else 2
-            )
-            step = per_token * trainer.batch_size * recipe.rollout.max_tokens
-            yield (
-                f"[{teacher.table}] hidden states: {per_token:,} bytes per token, at most "
-                f"{step / 1e6:,.1f} MB per step; output head {sizes.vocab_size:,} x "
-                f"{sizes.hidden_size:,}, {per_token * sizes.vocab_size / 1e6:,.1f} MB"
-            )
 
 
 def _data(problems: ProblemSet, routing: Routing | None) -> Iterator[str]:

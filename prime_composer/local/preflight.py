@@ -18,9 +18,9 @@ from prime_composer.contract import Scores, given
 from prime_composer.environments.tasks import Task
 from prime_composer.local.context import (
     PromptOf,
-    check_hinted_prompts,
-    check_prompts,
-    check_read_by_teacher,
+    check_fits,
+    hinted_lengths,
+    prompt_lengths,
 )
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import tokenizer_of
@@ -367,9 +367,10 @@ def check_texts(
     problems, held_out = problem_set.practice, problem_set.held_out[: recipe.eval.largest]
     if policy is not None and given(recipe.teacher).on_overflow == "error":
         scored = [*filter(problem_set.is_scored, held_out)]
-        check_hinted_prompts(policy, problems, scored, rollout.within(context), positions)
-    prompt = tokenized.prompt
-    check_prompts("student's sampler", limit, prompt, problems, held_out, rollout)
+        hinted = hinted_lengths(policy, problems, scored, rollout.max_tokens)
+        check_fits("student with a hint", min(context, positions), hinted, rollout.max_tokens)
+    lengths = prompt_lengths(tokenized.prompt, problems, held_out)
+    check_fits("student's sampler", limit, lengths, rollout.max_tokens)
     return tokenized.look(rollout.trains_on_data)
 
 
@@ -390,9 +391,17 @@ def check_scorer(
     routing, problem_set = Routing.of_recipe(recipe), tokenized.problem_set
     problems = routing.route(problem_set.practice)[teacher]
     held_out = routing.route(problem_set.held_out[: recipe.eval.largest])[teacher]
-    rule, prompt = routing.teachers[teacher].on_overflow, own_prompt or tokenized.prompt
-    rollout = recipe.rollout
-    check_read_by_teacher(teacher, limits, rule, tokenized, prompt, problems, held_out, rollout)
+    rollout, prompt = recipe.rollout, own_prompt or tokenized.prompt
+    # By another rule a longer rollout is cut or dropped.
+    is_read = routing.teachers[teacher].on_overflow == "error"
+    if is_read and (limit := limits.max_model_len) is not None:
+        lengths = prompt_lengths(prompt, problems, held_out)
+        check_fits("teacher's scorer", limit, lengths, rollout.max_tokens)
+        if rollout.trains_on_data:
+            solved = (
+                len(prompt(one)) + len(tokenized.solution(one).completion_ids) for one in problems
+            )
+            check_fits("teacher's scorer", limit, {"solution of the data": [*solved]}, 0)
     if tokenizer is not None:
         check_tokenizers(tokenized.tokenizer, tokenizer)
     size, _ = recipe.loss.asked_of_teacher

@@ -31,8 +31,6 @@ from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-
 
 def check_requirements(recipe: Recipe, hub: bool = True) -> None:
     """Refuse a run whose models or libraries are not here; ``hub``: ask it for its models."""
@@ -102,9 +100,8 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
     folder = Path(model)
     if not folder.is_dir():
         reason = missing_folder(model)
-        if reason is None and hub:
-            reason = why_not_on_hub(model)
-            return None if reason is None else f"cannot be loaded: {reason}"
+        if reason is None and hub and (why := why_not_on_hub(model)) is not None:
+            reason = f"cannot be loaded: {why}"
         return reason
     reason = what_is_missing(folder)
     if reason is None and table == "student" and not has_tokenizer(folder):
@@ -113,7 +110,7 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
 
 
 def what_is_missing(folder: Path) -> str | None:
-    """Return what a folder lacks to be a model in Hugging Face format; None where it has all."""
+    """Return why a folder is no whole model, as its configs show; None where it may be one."""
     has_adapter = (folder / CONFIG).exists()
     if read_json(folder / "config.json") is None:
         if has_adapter:
@@ -127,24 +124,7 @@ def what_is_missing(folder: Path) -> str | None:
             f"has an adapter beside a whole model ({CONFIG}), which transformers would add to it "
             "and vLLM would not: move the adapter's files to another folder"
         )
-    files = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
-    if not files:
-        return "has no weights (model.safetensors, or its parts and their index)"
-    for file in files:
-        if file.suffix == ".safetensors" and not _is_whole(file):
-            return f"has only a part of {file.name}; copy it again"
     return None
-
-
-def _is_whole(file: Path) -> bool:
-    """Return whether a safetensors file is as long as its header says."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np"):
-            return True
-    except SafetensorError:
-        return False
 
 
 def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> None:

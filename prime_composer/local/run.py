@@ -213,14 +213,9 @@ class TrainingRun:
         return measured
 
     def keep(self, step: int, answers: Sequence[KeptAnswer], of: Answerer = "answers") -> None:
-        """Write answers for the report, or warn that it will lack them."""
+        """Write answers for the report."""
         signatures = signatures_of(self.engine.problems.problem_set.sources.values())
-        try:
-            write_answers(self.run_dir, step, answers, signatures, of)
-        except OSError as error:  # the report lacks them, and nothing else
-            self.display.status(
-                f"warning: the answers of step {step} are not kept: {describe_error(error)}"
-            )
+        write_answers(self.run_dir, step, answers, signatures, of)
 
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
@@ -399,11 +394,11 @@ def open_run(
             if resumed is not None:
                 tidy(run_dir, recipe.kept_checkpoints, kept_steps(watch, collapse, resumed))
             place = None if island is None else island.place
-            tables, steps = (recipe.trainer, recipe.rollout, recipe.replay), recipe.trainer.steps
-            collector, ahead = Collector(engine, *tables, island=place, watch=watch), None
-            if recipe.rollout.ahead:
+            collector, ahead = Collector(engine, recipe, island=place, watch=watch), None
+            if (ahead_by := recipe.rollout.ahead) > 0:
                 sampled_by = engine.model, engine.sampler
-                ahead = Ahead(recipe.rollout.ahead, steps, *sampled_by, collector.collect, stop)
+                last = recipe.trainer.steps
+                ahead = Ahead(ahead_by, last, *sampled_by, collector.collect, stop)
             run = TrainingRun(
                 *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
                 *(stop, evaluations, collector, ahead),

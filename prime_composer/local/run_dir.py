@@ -52,7 +52,6 @@ _INSIDE = {
 """Folder -> the names that a run writes in it."""
 
 _FILES = {RECIPE_FILE, METRICS_FILE, "metrics.tmp", ANSWERS_FILE, WANDB_ID_FILE, REPORT_FILE}
-_OURS = {*_FIRST, *_FILES, *_INSIDE, "wandb"}
 
 
 class InUse(ValueError):
@@ -210,10 +209,8 @@ def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
     names = _names(path)
     if not held:
         check_free(path)
-    if names and names <= _FIRST:
-        return RunDir(path)
-    if not names:
-        if request.resume:
+    if names <= _FIRST:
+        if request.resume and not names:
             raise _no_checkpoint(path)
         return RunDir(path)
     if request.overwrite:
@@ -230,32 +227,15 @@ def _look_at(path: Path, request: RunRequest, held: bool = False) -> RunDir:
         checkpoint = find_checkpoint(path, request.step)
         return RunDir(path, checkpoint, note=check_continues(path, request.tables, checkpoint.step))
     if not checkpoints and RECIPE_FILE in names:
-        others = foreign_files(path)
         changed = changed_keys(read_recipe(path), request.tables)
-        if not others and not changed:
+        if not changed:
             note = "an earlier start in it ended before its first checkpoint; starting over"
             return RunDir(path, replaces=True, note=note)
         if request.resume:
-            reasons = [f"it was started with other values of {', '.join(changed)}"] * bool(changed)
-            reasons += [f"it holds other files ({', '.join(others[:3])})"] * bool(others)
-            raise _no_checkpoint(path, f", and {' and '.join(reasons)}")
+            raise _no_checkpoint(
+                path, f", and it was started with other values of {', '.join(changed)}"
+            )
     raise _no_checkpoint(path) if request.resume else _taken(path)
-
-
-def foreign_files(run_dir: Path) -> list[str]:
-    """Name what a run does not write: other files, and links in the place of its own."""
-    foreign = []
-    for path in sorted(run_dir.iterdir()):
-        if path.name not in _OURS or path.is_symlink():
-            foreign.append(path.name)
-        elif path.name in _INSIDE and path.is_dir():
-            ours = _INSIDE[path.name]
-            foreign += [
-                f"{path.name}/{inner.name}"
-                for inner in sorted(path.iterdir())
-                if not ours.fullmatch(inner.name)
-            ]
-    return foreign
 
 
 def _clear(run_dir: Path) -> None:

@@ -117,18 +117,10 @@ class Tracker:
 
     def _log_to_tensorboard(self, step: int, metrics: dict[str, float]) -> None:
         """Add a step's numbers; an error ends TensorBoard's files and not the run."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # One event: with add_scalar each number costs as much as all of them do here.
-        numbers = Summary(
-            value=[
-                Summary.Value(tag=name, simple_value=value)
-                for name, value in metrics.items()
-                if math.isfinite(value)
-            ]
-        )
         try:
-            self._tensorboard.file_writer.add_summary(numbers, step)
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._tensorboard.add_scalar(name, value, step)
         except OSError as error:
             self._warn(
                 f"warning: TensorBoard's files end before step {step}: {describe_error(error)}"

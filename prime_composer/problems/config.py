@@ -199,13 +199,9 @@ class DataConfig(Used, Table):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, table: Any) -> Any:
-        """Refuse an old name, and set what other keys imply."""
+        """Set what other keys imply."""
         if not isinstance(table, dict):
             return table
-        if "answer_check" in table:
-            raise ValueError(
-                f'answer_check is now called metric: write metric = "{table["answer_check"]}"'
-            )
         implied: dict[str, Any] = {}
         if table.get("path") is not None:
             implied["source"] = "files"

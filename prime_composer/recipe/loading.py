@@ -22,8 +22,6 @@ from prime_composer.tables import Table, nearest, reason_of
 
 S = TypeVar("S", bound=Table)
 
-LETTERS_SHOWN = 800  # Up to which the problems of a recipe are named
-
 REMEDIES_OF_MISSING = {
     "loss": '; write [loss] with type = "topk_reverse_kl" and k = 32, the recipes\' default',
     "student": '; write [student] with model = "DIR or hub id"',
@@ -86,13 +84,7 @@ def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
         return cls.model_validate(raw)
     except ValidationError as error:
         lines = [f"{source}: {_explain(item, cls, raw)}" for item in error.errors()]
-    shown = lines[:1]
-    for line in lines[1:]:
-        if sum(map(len, shown)) + len(line) > LETTERS_SHOWN:
-            break
-        shown.append(line)
-    more = f"\n(and {len(lines) - len(shown)} more)" if len(shown) < len(lines) else ""
-    raise RecipeError("\n".join(shown) + more)
+    raise RecipeError("\n".join(lines))
 
 
 def abridged(text: str, limit: int = 200) -> str:

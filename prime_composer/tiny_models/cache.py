@@ -8,13 +8,11 @@ their ``vocab_size`` agrees: a byte-level BPE trained on the recipe's own data.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.errors import os_error
-from prime_composer.backends.model_files import cache_root, fingerprint, unusable
+from prime_composer.backends.model_files import cache_root, fingerprint
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
@@ -35,18 +33,6 @@ WEIGHTS = "model.safetensors"
 SHIPPED = Path(__file__).parent / "shipped"
 """Models that come with the package: a folder by cache key, its weights in half precision. The
 first one is trained by ``python -m tests.studies.ship``."""
-
-
-@contextmanager
-def _cache_errors(folder: Path) -> Iterator[None]:
-    """Within the block, turn an error of the file system at the cache folder into one sentence."""
-    try:
-        yield
-    except Exception as error:
-        refused = os_error(error)
-        if refused is None:
-            raise
-        raise unusable(folder, refused.strerror or str(refused)) from error
 
 
 def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
@@ -102,15 +88,14 @@ def folder_of(
     if key is None:
         return None
     path = (cache_dir or cache_root()) / "models" / key
-    with _cache_errors(path.parent):
-        is_there = path.is_dir()
-        if not (is_there and _description(path).get("rebuilt")) and (shipped := _shipped(key)):
-            return shipped, True
-        if is_there and isinstance(config, PrepareConfig) and config.prune:
-            unpruned = cached_path(_unpruned(config), problems, cache_dir)
-            was = _description(path).get("unpruned")
-            is_there = unpruned is None or was == weights_digest(unpruned)
-        return path, is_there
+    is_there = path.is_dir()
+    if not (is_there and _description(path).get("rebuilt")) and (shipped := _shipped(key)):
+        return shipped, True
+    if is_there and isinstance(config, PrepareConfig) and config.prune:
+        unpruned = cached_path(_unpruned(config), problems, cache_dir)
+        was = _description(path).get("unpruned")
+        is_there = unpruned is None or was == weights_digest(unpruned)
+    return path, is_there
 
 
 def cached_path(
@@ -234,30 +219,29 @@ def prepare_model(
         return found
     from filelock import FileLock
 
-    with _cache_errors(models):
-        models.mkdir(parents=True, exist_ok=True)
-        with FileLock(models / f"{key}.lock"):
-            if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
-                return found
-            unfinished = models / f"{key}.unfinished"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            unpruned = None
-            if isinstance(config, PrepareConfig) and config.prune:
-                unpruned = prepare_model(
-                    _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
-                )
-            progress = progress or (lambda done, steps, loss: None)
-            details = _write_model(config, problems, unfinished, progress, unpruned, rebuild)
-            described = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
-            text = json.dumps(described, indent=2) + "\n"
-            (unfinished / DESCRIPTION).write_text(text, encoding="utf-8")
-            replaced = models / f"{key}.replaced"
-            shutil.rmtree(replaced, ignore_errors=True)
-            if path.is_dir():
-                path.rename(replaced)
-            unfinished.rename(path)
-            shutil.rmtree(replaced, ignore_errors=True)
+    models.mkdir(parents=True, exist_ok=True)
+    with FileLock(models / f"{key}.lock"):
+        if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
+            return found
+        unfinished = models / f"{key}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        unpruned = None
+        if isinstance(config, PrepareConfig) and config.prune:
+            unpruned = prepare_model(
+                _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
+            )
+        progress = progress or (lambda done, steps, loss: None)
+        details = _write_model(config, problems, unfinished, progress, unpruned, rebuild)
+        described = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
+        text = json.dumps(described, indent=2) + "\n"
+        (unfinished / DESCRIPTION).write_text(text, encoding="utf-8")
+        replaced = models / f"{key}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.is_dir():
+            path.rename(replaced)
+        unfinished.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
     return path
 
 

@@ -192,9 +192,9 @@ def test_run_in_an_ascii_terminal_with_a_wrong_backend_finishes(
 @pytest.mark.parametrize(
     ("output_dir", "cache", "words"),
     [
-        ("/dev/null/run", None, ["/dev/null/run: Not a directory; a part of this path is a file"]),
-        ("x" * 300, None, ["File name too long; name a shorter one"]),
-        ("run", "tiny.toml", ["tiny.toml/models", "Not a directory", "PRIME_COMPOSER_CACHE"]),
+        ("/dev/null/run", None, ["/dev/null/run: Not a directory"]),
+        ("x" * 300, None, ["File name too long"]),
+        ("run", "tiny.toml", ["tiny.toml/models", "Not a directory"]),
     ],
     ids=["file", "long", "cache"],
 )

@@ -152,16 +152,6 @@ def test_early_start_of_another_recipe_is_refused(wish: Callable[..., RunRequest
         assert claim.path == Path("outputs/r-3")
 
 
-@pytest.mark.parametrize("foreign", ["thesis.txt", "checkpoints/best", "tensorboard/notes.txt"])
-def test_early_start_with_foreign_files_is_refused(
-    foreign: str, wish: Callable[..., RunRequest]
-) -> None:
-    path = begin(wish())
-    (path / foreign).write_text("mine")
-    assert "exists and is not empty" in refusal(wish())
-    assert f"other files ({foreign})" in refusal(wish(resume=True))
-
-
 def test_new_directory_is_removed_where_nothing_ran(wish: Callable[..., RunRequest]) -> None:
     with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
         raise ZeroDivisionError

@@ -99,7 +99,7 @@ def collect(
     engine: Engine, recipe: Recipe, step: int, clock: Clock | None = None
 ) -> tuple[Batch, dict[str, float]]:
     """Return the batch of a step as a run collects it, and what was measured."""
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay)
+    collector = Collector(engine, recipe)
     collected = collector.collect(step, Weights(step - 1, engine.model), clock or Clock())
     return collected.batch, collected.metrics
 

@@ -1,6 +1,5 @@
 """The student's answers before and after training: kept by the run, shown by the report."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 
 from prime_composer.cli.commands import main
 from prime_composer.cli.report import print_answers, shown
-from prime_composer.local import run as run_module
 from prime_composer.local.answers import ANSWERS_FILE, KeptAnswer, read_answers, write_answers
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
@@ -174,42 +172,13 @@ def test_answers_that_are_not_there_print_nothing(
     assert printed(tmp_path, [0, 4], capsys) == ""
 
 
-def test_answers_written_after_a_cut_line_are_whole(tmp_path: Path) -> None:
-    """A crash left half of a line; the next evaluation begins one of its own."""
-    write_answers(tmp_path, 0, [answer("first")])
-    path = tmp_path / ANSWERS_FILE
-    path.write_bytes(path.read_bytes()[:-9])
-    for step in (0, 2):
-        write_answers(tmp_path, step, [answer(f"of {step}")])
-    found = {step: answers[0].text for step, answers in read_answers(tmp_path).items()}
-    assert found == {0: "of 0", 2: "of 2"}
-    assert len(path.read_text().splitlines()) == 3
-
-
 def test_answers_after_a_cut_line_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another question than before training has no answer before it, as with another eval.size."""
-    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ')
+    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ\n')
     write_answers(tmp_path, 2, [answer("a"), answer("b", "What is 1 + 1?")])
     write_answers(tmp_path, 4, [answer("c", "What is 9 + 9?")])
     assert list(read_answers(tmp_path)) == [2, 4]
     out = printed(tmp_path, [0, 2, 4], capsys)
     assert "What is 9 + 9?" in out and "after 4 steps" in out and "before" not in out
-
-
-def test_answers_without_room_on_the_disk_end_no_run(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run warns and goes on; it has no table of answers."""
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "answers.jsonl")
-
-    monkeypatch.setattr(run_module, "write_answers", full)
-    display = Silent()
-    outcome = run(tiny_recipe(trainer__steps=1), tmp_path / "run", display)
-    assert outcome.steps == 1 and "eval/accuracy" in outcome.evaluations[1]
-    warnings = [text for text in display.texts if "are not kept" in text]
-    assert len(warnings) == 3 and "No space left on device" in warnings[0]
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

@@ -235,7 +235,9 @@ def test_save_checkpoint_that_fails_leaves_the_older_one(
     with pytest.raises(CheckpointNotSaved) as caught:
         save(tmp_path, 2)
     assert "the checkpoint of step 2 could not be saved" in str(caught.value)
-    assert "(12 B needed, 7 B free): No space left on device; free some room" in str(caught.value)
+    assert "(12 bytes needed, 7 bytes free): No space left on device; free some" in str(
+        caught.value
+    )
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     monkeypatch.undo()
     save(tmp_path, 2)
@@ -351,7 +353,9 @@ def test_check_room_counts_the_checkpoints_that_will_go(
     )
     for resumed, size in ((1, 145), (3, 165), (None, 165)):
         check_room(tmp_path, size, 2, resumed)
-        with pytest.raises(NoRoom, match=rf"need {2 * size + 2} B .* room for {2 * size} B"):
+        with pytest.raises(
+            NoRoom, match=rf"need {2 * size + 2} bytes .* room for {2 * size} bytes"
+        ):
             check_room(tmp_path, size + 1, 2, resumed)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
     Collector,
@@ -84,9 +83,7 @@ def test_collect_counts_answers_without_a_verdict(
     sampler = TransformersSampler(tiny_models(TINY_RECIPE)["student"])
     engine = Engine(tokenized, recipe.loss, sampler.model, sampler)
     monkeypatch.setattr(tokenized_problems, "reward", judge)
-    monkeypatch.setattr(
-        collecting, "sample_rollouts", lambda *rest: [rollout(group) for group in range(6)]
-    )
+    monkeypatch.setattr(Collector, "answers", lambda *rest: [rollout(group) for group in range(6)])
     _, metrics = collect(engine, recipe, 1)
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)
 
@@ -109,10 +106,8 @@ def test_islands_ask_the_parts_of_one_undivided_order(several: bool) -> None:
 
     def batch(step: int, size: int, island: tuple[int, int] | None) -> list[str]:
         trainer = recipe.trainer.model_copy(update={"batch_size": size})
-        made = Collector.__new__(Collector)
-        made.__dict__ |= {
-            "engine": engine, "trainer": trainer, "rollout": recipe.rollout, "island": island,
-        }  # fmt: skip
+        own, made = recipe.model_copy(update={"trainer": trainer}), Collector.__new__(Collector)
+        made.__dict__ |= {"engine": engine, "recipe": own, "island": island}
         return [problem.question for problem in made.problems(step)]
 
     for step in range(1, 30):

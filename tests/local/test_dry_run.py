@@ -63,7 +63,7 @@ def test_plan_counts_no_more_problems_than_are_held_out(tiny_recipe: Raw) -> Non
                 "loss": {"type": "self_distillation", "k": 8},
                 "rollout__max_model_len": 100,
             },
-            "context has 100, .* raise rollout.max_model_len to",
+            "with a hint takes 100; raise rollout.max_model_len",
         ),
         ({"student": {"model": "/no/such/folder"}}, "is neither a directory on this machine"),
         (

@@ -3,7 +3,7 @@
 import copy
 import json
 import shutil
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -14,10 +14,9 @@ from prime_composer.backends.hf_model import import_transformers, load_model
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
-from prime_composer.local.context import check_prompts
+from prime_composer.local.context import check_fits
 from prime_composer.local.preflight import own_scores, preflight, sampling_warnings
 from prime_composer.local.weight_sync import check_weight_sync, perturbed
-from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.samplers.transformers import TransformersSampler
@@ -128,19 +127,12 @@ def test_differently_padded_heads_warn_with_a_top_k():
         ("teacher's scorer", [3, 20], [], 10, "longest prompt .* is 30, .* takes 29; .* to 31"),
         ("student's sampler", [3, 20], [], 10, None),
         ("student's sampler", [3], [20], 11, "held-out prompt has 20 .* 11 new .* 31, .* takes 30"),
-        ("student's sampler", [], [], 9, "no prompt"),
-        ("student's sampler", [1, 0], [], 9, "has no tokens"),
     ],
 )
 def test_context_too_short_names_the_length_to_set(reader, lengths, held_out, max_tokens, message):
-    config = RolloutConfig(max_tokens=max_tokens, max_model_len=30)
-    problems, others = ([Problem(str(n), "") for n in part] for part in (lengths, held_out))
-    asked = reader, 30, lambda one: [1] * int(one.question), problems, others, config
-    if message is None:
-        check_prompts(*asked)
-        return
-    with pytest.raises(PreflightError, match=message):
-        check_prompts(*asked)
+    asked = reader, 30, {"prompt": lengths, "held-out prompt": held_out}, max_tokens
+    with pytest.raises(PreflightError, match=message) if message else nullcontext():
+        check_fits(*asked)
 
 
 def test_temperature_and_nucleus_are_a_warning_each():
@@ -365,15 +357,15 @@ SIBLING = {"hint": "sibling", "template": "{question} {hint}"}
     [
         # E_p[grad log p] = 0: it would walk at random.
         ({"loss": {"type": "sft"}}, r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"),
-        (hinted({}, max_model_len=100), "context has 100, .* raise rollout.max_model_len to"),
+        (hinted({}, max_model_len=100), "with a hint takes 100; raise rollout.max_model_len"),
         (
             hinted({"template": "{question} {hint}" + " x" * 150}, max_model_len=1000),
-            "the student 256 positions",
+            "the student with a hint takes 256;",
         ),
         # A sibling's text may take all of max_tokens, whatever the data's own solutions take.
         (
             hinted(SIBLING, max_tokens=90, max_model_len=200),
-            "context has 200, .* raise rollout.max_model_len to",
+            "with a hint takes 200; raise rollout.max_model_len",
         ),
     ],
     ids=["sft", "context", "positions", "sibling"],

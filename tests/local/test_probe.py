@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import CheckResult
@@ -59,8 +59,7 @@ def opened(raw: dict[str, Any]) -> Iterator[tuple[Recipe, Engine, Collector]]:
     problems = load_problem_set(recipe.sources)
     folders = prepare_models(recipe, problems)
     with open_engine(recipe, problems, folders, lambda text: None) as engine:
-        collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
-        yield recipe, engine, collector
+        yield recipe, engine, Collector(engine, recipe)
 
 
 def rollouts_of(raw: dict[str, Any]) -> Sequence[Sample]:
@@ -448,10 +447,8 @@ def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_t
         for file in teacher.glob("tokenizer*"):
             file.unlink()
         scorer = ServerScorer(server.url, str(teacher))
-        asked = Target(
-            *("teacher", ModelFacts("m", "server", "float32"), scorer, scorer.score),
-            *([sample(0)], 1.0, lambda: load_tokenizer(teacher)),
-        )
+        facts = ModelFacts("m", "server", "float32")
+        asked = Target("teacher", facts, scorer, [sample(0)], 1.0, lambda: load_tokenizer(teacher))
         try:
             if not can_tokenize:
                 with pytest.raises(NotMeasured, match="not on this machine, and cannot be asked"):

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import tomli_w
 import torch
 
-from prime_composer.backends import model_files
 from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
 from prime_composer.backends.transformers import window
 from prime_composer.cli.commands import main
@@ -45,11 +42,6 @@ def refusal(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def cut(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-
-
 def without(*names: str) -> Spoil:
     def spoil(folder: Path) -> None:
         for name in names:
@@ -65,8 +57,6 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda folder: (folder / "config.json").write_text("{") and None,
         "has no config.json that is a JSON object",
     ),
-    "no weights": (without("*.safetensors"), "has no weights (model.safetensors"),
-    "half of the weights": (cut, "has only a part of model.safetensors; copy it again"),
     "no tokenizer": (without("tokenizer*"), "has no tokenizer (tokenizer.json"),
     "empty": (without("*"), "has no config.json"),
 }  # fmt: skip
@@ -159,107 +149,6 @@ def test_model_of_a_server_is_left_alone(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe(teacher=served))
     check_models(recipe)
     assert warnings_of_paths(recipe) == []
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Put the hub at an address, without offline mode and without proxies."""
-    from huggingface_hub import constants
-
-    def at(endpoint: str) -> None:
-        model_files._refuses.cache_clear()
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-        monkeypatch.setattr(model_files, "getproxies", dict)
-
-    return at
-
-
-def silent_name_server(*args: Any) -> Any:
-    time.sleep(4)
-    raise socket.gaierror("no answer")
-
-
-def resolved_to(*addresses: str) -> Callable[..., Any]:
-    """Return a resolver that finds these addresses for every name."""
-
-    def resolve(host: str, port: int, *args: Any) -> Any:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, port)) for at in addresses]
-
-    return resolve
-
-
-class SilentAt1(socket.socket):
-    """A socket that waits for an answer of 127.0.0.1 in vain, as of a black hole."""
-
-    def connect(self, address: Any) -> None:
-        if address[0] == "127.0.0.1":
-            time.sleep(self.gettimeout() or 60)
-            raise TimeoutError("timed out")
-        super().connect(address)
-
-
-def unknown_name(*args: Any) -> Any:
-    raise socket.gaierror("unknown name")
-
-
-@pytest.mark.parametrize(
-    ("resolve", "is_silent", "seconds"),
-    [
-        (unknown_name, False, None),
-        (resolved_to("127.0.0.1", "127.0.0.2"), False, None),  # nobody listens there
-        # Of several addresses the first one may be a black hole, such as IPv6 of some networks.
-        (resolved_to("127.0.0.1", "127.0.0.2"), True, 2.5),
-        (silent_name_server, False, 3.5),  # the loader waits as long as the system does
-    ],
-    ids=["unknown name", "all addresses refuse", "a silent address", "a slow name server"],
-)
-def test_hub_is_refused_where_it_is_certainly_away(
-    resolve: Any,
-    is_silent: bool,
-    seconds: float | None,
-    hub: Callable[[str], None],
-    tiny_recipe: Raw,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise it is left to the loader, soon."""
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    if is_silent:
-        monkeypatch.setattr(socket, "socket", SilentAt1)
-    hub("http://away.example:9")
-    raw = tiny_recipe(teacher={"model": "org/model"})
-    if seconds is None:
-        assert "http://away.example:9 could not be reached" in refusal(raw)
-        return
-    start = time.monotonic()
-    check_models(parse_recipe(raw))
-    assert time.monotonic() - start < seconds
-
-
-def test_hub_that_may_answer_is_left_to_the_library(
-    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the hub has the model is the hub's to say. A proxy hides whether it answers.
-
-    A filled cache is enough.
-    """
-    from huggingface_hub import constants
-
-    recipe = parse_recipe(tiny_recipe(teacher={"model": "org/model"}))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        hub(f"http://127.0.0.1:{server.getsockname()[1]}")
-        check_models(recipe)
-    with monkeypatch.context() as patched:
-        hub("https://behind-a-proxy.example")
-        patched.setattr(model_files, "getproxies", lambda: {"https": "http://proxy:3128"})
-        check_models(recipe)
-    hub("http://127.0.0.1:9")
-    cached = Path(constants.HF_HUB_CACHE) / "models--org--model"
-    for name, text in (("snapshots/abc/config.json", "{}"), ("refs/main", "abc")):
-        (cached / name).parent.mkdir(parents=True)
-        (cached / name).write_text(text)
-    check_models(recipe)
 
 
 def test_missing_weights_are_not_made_up(folder: Path) -> None:

@@ -180,7 +180,7 @@ def test_preflight_compares_a_teacher_with_its_own_problems(fraction: float) -> 
         limit_context(engine, SHORT, needed("sums") + 1)
         preflight(engine, recipe, lambda text: None)
         limit_context(engine, LONG, needed("chains"))
-        message = r"\[teachers.long\]: The longest (prompt|solution .* teacher long takes)"
+        message = r"\[teachers.long\]: The longest (prompt|solution .* teacher's scorer takes)"
         with pytest.raises(PreflightError, match=message):
             preflight(engine, recipe, lambda text: None)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
-from prime_composer.local.collect import sample_rollouts
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
@@ -26,7 +26,7 @@ from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.step.mismatch import METRIC
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.mixture import Teachers
-from tests.conftest import changed
+from tests.conftest import TINY_RECIPE, changed
 from tests.local.helpers import run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -101,15 +101,18 @@ def numbered(count: int, environment: Callable[[int], str]) -> list[Problem]:
 OWN = {"sums": {TeacherId("sums"): 1.0}, "chains": {TeacherId("chains"): 1.0}}
 
 
-def config(**changes: Any) -> RolloutConfig:
-    return RolloutConfig(**{"other_source": "teacher", "student_fraction": 0.5, **changes})
+def answers(engine: Engine, problems: Sequence[Problem], **rollout: Any) -> list[Rollout]:
+    """Return the answers of a step with a recipe's ``[rollout]``."""
+    settings = RolloutConfig(**{"other_source": "teacher", "student_fraction": 0.5, **rollout})
+    recipe = parse_recipe(TINY_RECIPE).model_copy(update={"rollout": settings})
+    return Collector(engine, recipe).answers(problems, 1)
 
 
 def test_teacher_samples_what_the_student_does_not() -> None:
     """Each other sequence is of the problem's own teacher, without a log mu."""
     problems = numbered(200, lambda i: "sums" if i % 2 else "chains")
     engine = writers(problems, OWN)
-    rollouts = sample_rollouts(engine, config(group_size=2), problems, 0, 1)
+    rollouts = answers(engine, problems, group_size=2)
     assert [one.prompt_index for one in rollouts] == [i // 2 for i in range(400)]
     for one in rollouts:
         number, token = one.token_ids.tolist()
@@ -120,7 +123,7 @@ def test_teacher_samples_what_the_student_does_not() -> None:
         else:
             assert token == STUDENT and one.inference_logprobs[1] == -0.5
     assert 160 < sum(one.by_teacher for one in rollouts) < 240  # 4 standard deviations
-    again = sample_rollouts(engine, config(group_size=2), problems, 0, 1)
+    again = answers(engine, problems, group_size=2)
     assert [a.by_teacher for a in again] == [b.by_teacher for b in rollouts]
 
 
@@ -128,8 +131,7 @@ def test_mixture_samples_with_one_teacher_by_weight() -> None:
     """Of a mixture each answer is of one teacher, drawn by its weight."""
     shares = {"both": {TeacherId("sums"): 0.25, TeacherId("chains"): 0.75}}
     problems = numbered(400, lambda i: "both")
-    settings = config(student_fraction=0.0)
-    rollouts = sample_rollouts(writers(problems, shares), settings, problems, 0, 1)
+    rollouts = answers(writers(problems, shares), problems, student_fraction=0.0)
     assert all(one.by_teacher for one in rollouts) and len(rollouts) == 400
     assert 65 < sum(int(one.token_ids[1]) == SUMS for one in rollouts) < 135
 
@@ -141,7 +143,7 @@ def test_teachers_token_beyond_the_students_head_is_refused() -> None:
     with pytest.raises(
         InvalidAnswer, match=r"\[teachers.sums\] began an answer with id 200, .* 200 entries"
     ):
-        sample_rollouts(engine, config(), problems, 0, 1)
+        answers(engine, problems)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +191,6 @@ def test_preflight_of_a_teacher_that_samples_reads_no_solution(tiny_recipe: Raw)
             if passes:
                 preflight(engine, recipe, lambda text: None)
             else:
-                words = "longest solution of the data has .* and the teacher takes 127"
+                words = "longest solution of the data has .* and the teacher's scorer takes 127"
                 with pytest.raises(PreflightError, match=words):
                     preflight(engine, recipe, lambda text: None)

@@ -12,7 +12,6 @@ import torch
 
 from prime_composer.contract import LossInputs
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.run import is_due
 from prime_composer.local.student import lr_factor
 from prime_composer.local.tracker import read_metrics
 from prime_composer.recipe.schema import TrainerConfig
@@ -33,12 +32,6 @@ def test_lr_factor_warms_up_and_decays() -> None:
     assert [lr_factor(cosine, step) for step in (1, 3)] == pytest.approx([1.0, 0.5])
     constant = TrainerConfig(steps=3, warmup_steps=1)
     assert [lr_factor(constant, step) for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
-
-
-def test_is_due_every_few_steps_and_after_the_last() -> None:
-    """Evaluations and checkpoints with ``every = 0`` come after the last step alone."""
-    assert [step for step in range(1, 7) if is_due(step, 2, 5)] == [2, 4, 5, 6]
-    assert [step for step in range(1, 7) if is_due(step, 0, 5)] == [5]
 
 
 @pytest.fixture(scope="module")

@@ -51,17 +51,6 @@ def test_run_ends_where_the_metric_is_on_its_plateau(
     assert (outcome.steps, outcome.best, outcome.interrupted, again.steps) == (6, 2, False, [])
 
 
-def test_plateau_is_counted_over_a_stop(
-    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """The best evaluation is before the stop, and the last one after it."""
-    accuracies += [0.25, 0.5, 0.25, 0.5]
-    raw = of_until(tiny_recipe)
-    assert run(raw, tmp_path / "run", Silent(interrupt_at=6)).steps == 5
-    outcome = run(raw, tmp_path / "run", resume=True)
-    assert (outcome.steps, outcome.best) == (6, 2)
-
-
 def test_kill_before_the_evaluation_that_decides_changes_nothing(
     accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
 ) -> None:
@@ -81,14 +70,6 @@ def test_kill_before_the_evaluation_that_decides_changes_nothing(
     accuracies.append(0.5)
     outcome = run(raw, tmp_path / "run", resume=True)
     assert (outcome.steps, outcome.best) == (6, 2)
-
-
-def test_run_whose_metric_rises_has_all_its_steps(
-    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    accuracies += [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-    outcome = run(of_until(tiny_recipe), tmp_path / "run")
-    assert (outcome.steps, outcome.best, outcome.interrupted) == (12, None, False)
 
 
 def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:

@@ -26,7 +26,6 @@ from tests.conftest import TINY_RECIPE
 from tests.local.helpers import (
     VOCAB,
     open_run,
-    planned,
     random_samples,
     run,
     sample,
@@ -260,15 +259,6 @@ def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     assert by_states["tokens"] == by_ids["tokens"]
     for name in ("reverse_kl", "forward_kl", "entropy"):
         assert by_states[name] == pytest.approx(by_ids[name], abs=1e-4)
-
-
-def test_plan_says_the_sizes_of_states_and_head(tiny_recipe: Raw) -> None:
-    table = tiny_recipe(**FULL)
-    tiny_models(table)
-    lines = planned(table)
-    (line,) = (line for line in lines if "hidden states:" in line)
-    width = TINY_RECIPE["teacher"]["prepare"]["hidden_size"]
-    assert f"{4 * width:,} bytes per token" in line and f"output head {VOCAB} x {width}" in line
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,6 @@ WRONG_TABLES = [
     ({"answer_chek": "gsm8k"}, "answer_chek"),
     ({"hold_out": 1.0}, "hold_out"),
     ({"metric": "rouge1"}, "Input should be 'gsm8k', 'math_verify', 'exact', 'contains'"),
-    ({"answer_check": "math_verify"}, 'is now called metric: write metric = "math_verify"'),
     # Metrics that read what is not there, and keys of other sources.
     ({"kind": "lookup"}, 'kind = "lookup" has none: set metric = "exact"'),
     ({"kind": "summary"}, 'kind = "summary" has none: set metric = "rouge2"'),

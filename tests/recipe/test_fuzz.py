@@ -52,7 +52,8 @@ def check(path: Path, text: bytes, overrides: list[str]) -> None:
         recipe = load_recipe(path, overrides)
     except RecipeError as error:
         message = str(error).replace(str(path), "FILE")
-        assert 0 < len(message) < 1000 and "secret" not in message
+        assert all(0 < len(line) < 1000 for line in message.split("\n"))
+        assert "secret" not in message
         return
     assert isinstance(recipe, Recipe)
     assert "secret" not in recipe.model_dump_json()

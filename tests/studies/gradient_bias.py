@@ -23,7 +23,7 @@ set_environment()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from prime_composer.local.collect import problems_of_step, sample_rollouts  # noqa: E402
+from prime_composer.local.collect import Collector  # noqa: E402
 from prime_composer.local.opening import open_engine  # noqa: E402
 from prime_composer.losses import (
     parse_loss,  # noqa: E402
@@ -31,7 +31,7 @@ from prime_composer.losses import (
 )
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
-from prime_composer.step.batch import Batch, Sample  # noqa: E402
+from prime_composer.step.batch import Batch  # noqa: E402
 from prime_composer.step.gradients import accumulate_gradients  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
@@ -80,12 +80,9 @@ def main() -> None:
     grads: dict[str, list[Tensor]] = {name: [] for name in LOSSES}
     outside: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}
     with open_engine(recipe, problems, paths, lambda text: None) as engine:
-        count = recipe.trainer.batch_size // recipe.rollout.group_size
+        collector = Collector(engine, recipe)
         for step in range(1, args.batches + 1):
-            seed = recipe.trainer.seed
-            chosen = problems_of_step(problems, count, seed, step)
-            rollouts = sample_rollouts(engine, recipe.rollout, chosen, seed, step)
-            samples = [Sample(rollout, chosen[rollout.prompt_index]) for rollout in rollouts]
+            samples = collector.sample(collector.problems(step), step)
             batch = Batch(engine.score(samples)[0])
             for name, raw in LOSSES.items():
                 metrics = accumulate_gradients(

@@ -8,7 +8,7 @@ import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.contract import Scores, given
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.watch import open_watch
@@ -140,7 +140,7 @@ def test_step_scores_what_the_teacher_can_read(tiny_recipe: Raw, rule: str) -> N
     recipe, engine = opened(raw)
     with engine:
         scorer = own_scorer(engine)
-        collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
+        collector = Collector(engine, recipe)
         samples = collector.grade(collector.sample(collector.problems(1), 1))
         readings = scorer.readings([sample.rollout for sample in samples])
         lengths = [len(reading.token_ids) for reading in readings]

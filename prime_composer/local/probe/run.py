@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.backends.protocols import Limits, Scorer
+from prime_composer.backends.protocols import Limits
 from prime_composer.backends.transformers import window_of
 from prime_composer.contract import Scores, given
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine, tokenizer_of
 from prime_composer.local.preflight import (
@@ -151,7 +151,7 @@ def probe_engine(
     findings = all_findings(engine, recipe, sends_weights=recipe.rollout.url is None)
     status("running a step up to its backward pass")
     step = FirstStep()
-    step.run(Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()))
+    step.run(Collector(engine, recipe))
     findings.append(step.finding("sampling", "sample"))
     loss = recipe.loss
     own: SupportSize = "states" if loss.reads_hidden_states else loss.asked_of_teacher[0]
@@ -212,7 +212,9 @@ class FirstStep:
         if not batch.samples:
             raise NotMeasured("no rollout has a hint that fits into the teacher's window")
         with collector.clock.phase("train"):
-            accumulate_gradients(engine.model, loss, batch, collector.trainer, 1, engine.reference)
+            accumulate_gradients(
+                engine.model, loss, batch, collector.recipe.trainer, 1, engine.reference
+            )
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
@@ -281,7 +283,6 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
                 table=teacher.table,
                 facts=model_facts(spec, limits),
                 scorer=scorer,
-                ask=partial(_ask, scorer),
                 # A teacher that the step has no rollout for can read those of the others.
                 samples=(own or read)[:ROLLOUTS],
                 share=len(own) / max(len(read), 1),
@@ -291,22 +292,26 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
     return targets
 
 
-def _ask(
-    scorer: Scorer, samples: Sequence[Sample], size: int | Literal["full"], hidden: bool
-) -> list[Scores]:
-    return scorer.score([sample.rollout for sample in samples], size, hidden=hidden)
+@dataclass(frozen=True, eq=False)
+class PolicyTarget(Target):
+    """The policy as its own teacher."""
+
+    policy: PolicyTeacher
+    prompts: Mapping[Sample, Sequence[int]]  # with the hint of each rollout that has one
+
+    def score(self, samples: Sequence[Sample], column: SupportSize) -> list[Scores]:
+        rollouts, prompts = [one.rollout for one in samples], [self.prompts[one] for one in samples]
+        hidden = column == "states"
+        return self.policy.score(
+            rollouts, prompts, 0 if column == "states" else column, hidden=hidden
+        )
 
 
 def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sample]) -> Target:
     """Return the policy as its own teacher, with the rollouts that have a hint."""
     hints = zip(samples, policy.hints(samples), strict=True)
-    hinted = {sample: hint for sample, hint in hints if hint is not None}
-
-    def ask(own: Sequence[Sample], size: int | Literal["full"], hidden: bool) -> list[Scores]:
-        prompts = [policy.prompt_of(sample, hinted[sample]) for sample in own]
-        return policy.score([sample.rollout for sample in own], prompts, size, hidden=hidden)
-
-    return Target(
+    hinted = {one: policy.prompt_of(one, hint) for one, hint in hints if hint is not None}
+    return PolicyTarget(
         table="teacher",
         facts=ModelFacts(
             f"the policy, hint {policy.config.hint!r}",
@@ -318,10 +323,11 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
             largest_k_exact=True,
         ),
         scorer=None,
-        ask=ask,
         samples=[*hinted][:ROLLOUTS],
         share=len(hinted) / max(len(samples), 1),
         load_tokenizer=lambda: engine.problems.tokenizer,
+        policy=policy,
+        prompts=hinted,
     )
 
 

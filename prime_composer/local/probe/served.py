@@ -1,12 +1,10 @@
 """Measure a teacher's server by its URL alone, before there is a recipe."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import Scores
 from prime_composer.local.preflight import CheckResult, one_line
 from prime_composer.local.probe.report import (
     Attempts,
@@ -48,13 +46,9 @@ def probe_server(scorer: ServerScorer, url: str, seconds: float) -> ProbeReport:
         vocabulary=scorer.limits.vocab_size,
     )
     samples = samples_of(scorer, min(TOKENS, window - 1))
-
-    def ask(some: Sequence[Sample], k: int | Literal["full"], hidden: bool) -> list[Scores]:
-        return scorer.score([sample.rollout for sample in some], k, hidden=hidden)
-
-    target = Target("teacher", facts, scorer, ask, samples, 1.0, lambda: None)
+    target = Target("teacher", facts, scorer, samples, 1.0, lambda: None)
     speeds = [measure_column(found, target, column, seconds, 0) for column in COLUMNS]
-    top = found.attempt("output head", lambda: ask(samples[:1], 4, False))
+    top = found.attempt("output head", lambda: target.score(samples[:1], 4))
     prompt = samples[0].rollout.token_ids[: max(1, window - 1 - OWN_TOKENS)].tolist()
     own = found.attempt("own scores", lambda: scorer.own_logprobs(prompt))
     report = ServedReport(

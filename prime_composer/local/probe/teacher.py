@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -71,17 +71,16 @@ class Target:
     table: str  # of the recipe
     facts: ModelFacts  # what recipe and backend say; the rest is added by the probe
     scorer: Scorer | None  # None for a policy teacher
-    # scores samples with that many ids, or with hidden states
-    ask: Callable[[Sequence[Sample], int | Literal["full"], bool], list[Scores]]
     samples: Sequence[Sample]  # rollouts of the student
     share: float  # share of the recipe's rollouts that it scores
     load_tokenizer: Callable[[], Any]  # returns its tokenizer; None where the directory has none
 
     def score(self, samples: Sequence[Sample], column: SupportSize) -> list[Scores]:
         """Return the teacher's answers to one column of the table of speeds."""
-        if column == "states":
-            return self.ask(samples, 0, True)
-        return self.ask(samples, column, False)
+        rollouts, hidden = [sample.rollout for sample in samples], column == "states"
+        return given(self.scorer).score(
+            rollouts, 0 if column == "states" else column, hidden=hidden
+        )
 
     @property
     def has_own_tokenizer(self) -> bool:
