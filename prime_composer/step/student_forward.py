@@ -78,7 +78,9 @@ def student_inputs(
     if scores:
         ref_logprobs = torch.cat([one.ref_logprobs for one in scores])
         support_ids = torch.cat([one.token_ids for one in scores])
-        known = torch.cat([known_of(one, head.shape[0]) for one in scores])
+        known = ~lacking(support_ids, head.shape[0])
+        if any(one.known is not None for one in scores):
+            known &= torch.cat([one.all_known for one in scores])
         # The entry of an id that is not known is not read, whichever row of the head it has.
         selected_ids = torch.cat([selected_ids, support_ids.masked_fill(~known, 0)], dim=-1)
     student = Logits(hidden, head.to(hidden.dtype))
@@ -99,6 +101,7 @@ def student_inputs(
             known=None if known.all() else known.to(device),
         )
 
+    log_mu = torch.cat([one.inference_logprobs for one in rollouts])
     sampled, tempered = logprobs[:, 0], None
     if temperature != 1:
         those = torch.cat([labels.unsqueeze(-1), stops], dim=-1).to(device)
@@ -107,9 +110,7 @@ def student_inputs(
     return LossInputs(
         trainer_logprobs=sampled,
         untempered_logprobs=None if temperature == 1 else logprobs[:, 0],
-        inference_logprobs=torch.cat(
-            [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
-        ).to(device),
+        inference_logprobs=log_mu[torch.cat([one.loss_mask for one in rollouts])].to(device),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(device),
         loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
@@ -202,12 +203,6 @@ def place_of(samples: Sequence[Sample], row: int) -> str:
 
 def _hidden(sample: Sample) -> Sequence[HiddenStates]:
     return () if sample.scores is None else sample.scores.hidden
-
-
-def known_of(scores: Scores, vocab_size: int) -> Bool[Tensor, "n k"]:
-    """Return which ids of a support both sides know: the teacher, and a head of this size."""
-    known: Tensor = ~lacking(scores.token_ids, vocab_size)
-    return known if scores.known is None else known & scores.known
 
 
 def _trained_scores(sample: Sample) -> Scores:
