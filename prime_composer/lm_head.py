@@ -1,10 +1,14 @@
 """Log-probs of chosen token ids from hidden states, without the logits of a whole batch.
 
-For hidden states h [n, d], head weight W [V, d] and temperature T, with z_i = h_i W^T / T:
+For hidden states h [n, d], head weight W [V, d] with a bias b, a scale s and temperature T:
+
+    z_i = (s / T) cap(h_i W^T + b),    cap(x) = softcap tanh(x / softcap), or x without one
 
     out[i, j] = z_i[ids[i, j]] - logsumexp_v z_i[v]
 
     d out[i, j] / d z_i[v] = 1[v = ids[i, j]] - softmax(z_i)[v]
+
+    d z_i[v] / d (h_i W^T + b)[v] = (s / T) (1 - tanh(x / softcap)^2)
 
 The vocabulary is processed in chunks. The forward keeps a running maximum and sum per token (online
 softmax, Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018,
@@ -12,7 +16,7 @@ https://arxiv.org/abs/1805.02867) and gathers the chosen logits of each chunk. T
 each chunk's logits again instead of storing them. This takes four matrix products, against three of
 a plain head, and a buffer of [token block, chunk] instead of several of [n, V].
 
-Left out: a bias, logit soft-capping, and second derivatives.
+Left out: second derivatives.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from prime_composer.contract import Logits
 from prime_composer.fused import fused
 
 T = TypeVar("T")
@@ -42,8 +47,12 @@ def selected_logprobs(
     token_ids: Int[Tensor, "n m"],
     temperature: float = 1.0,
     block: tuple[int, int] | None = None,
+    *,
+    bias: Float[Tensor, " v"] | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
 ) -> Float[Tensor, "n m"]:
-    """Return log softmax(hidden weight^T / temperature) at ``token_ids``.
+    """Return log softmax(z) at ``token_ids``, z = scale cap(hidden weight^T + bias) / temperature.
 
     The softmax is over the full vocabulary. The gradients of an id in several columns of a row add
     up. The dtype of the inputs decides the arithmetic, under autocast too.
@@ -55,6 +64,9 @@ def selected_logprobs(
         temperature: divides the logits.
         block: rows and vocabulary entries of a block, by default the device's of ``BLOCKS``. It
             changes speed and memory, not the result.
+        bias: the head's, [V] (Phi).
+        softcap: bound of the logits before the scale (Gemma 2); None for none.
+        scale: factor of the logits (Cohere, Granite).
 
     Returns:
         [n, m], in float32 for half precision inputs (logits and sums are float32), otherwise in
@@ -66,7 +78,20 @@ def selected_logprobs(
     """
     block = of_device(BLOCKS, hidden.device) if block is None else block
     _check(hidden, weight, token_ids, temperature, block)
-    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, block)
+    form = softcap, scale / temperature
+    return _SelectedLogprobs.apply(hidden, weight, bias, token_ids, form, block)
+
+
+def logprobs_at(
+    logits: Logits, token_ids: Int[Tensor, "n m"], temperature: float = 1.0
+) -> Float[Tensor, "n m"]:
+    """Return ``selected_logprobs`` of a head over hidden states."""
+    return selected_logprobs(
+        *(logits.hidden, logits.weight, token_ids, temperature),
+        bias=logits.bias,
+        softcap=logits.softcap,
+        scale=logits.scale,
+    )
 
 
 def _check(
@@ -112,8 +137,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         token_ids: Tensor,
-        temperature: float,
+        form: tuple[float | None, float],
         block: tuple[int, int],
     ) -> Tensor:
         token_block, chunk = block
@@ -124,19 +150,17 @@ class _SelectedLogprobs(torch.autograd.Function):
         total = hidden.new_zeros((n,), dtype=dtype)
         selected = hidden.new_zeros(token_ids.shape, dtype=dtype)
         for v0 in range(0, vocab, chunk):
-            w = weight[v0 : v0 + chunk]
+            w, b = weight[v0 : v0 + chunk], None if bias is None else bias[v0 : v0 + chunk]
             for i0 in range(0, n, token_block):
                 rows = slice(i0, i0 + token_block)
-                logits = matmul(hidden[rows], w.T)
-                if temperature != 1.0:
-                    logits /= temperature
+                logits = finished(matmul(hidden[rows], w.T), b, *form)
                 inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 selected[rows] = torch.where(inside, logits.gather(1, column), selected[rows])
 
                 highest[rows], total[rows] = _added(logits, highest[rows], total[rows])
         # Subtract the maximum and log(total) one by one: at large logits their sum would round.
-        ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
-        ctx.settings = temperature, token_block, chunk
+        ctx.save_for_backward(hidden, weight, bias, token_ids, highest, total.unsqueeze(1))
+        ctx.settings = form, token_block, chunk
         return selected - highest.unsqueeze(1) - total.log().unsqueeze(1)
 
     # The decorators' stubs make ``ctx`` positional.
@@ -146,27 +170,32 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, token_ids, highest, total = ctx.saved_tensors
-        temperature, token_block, chunk = ctx.settings
+        hidden, weight, bias, token_ids, highest, total = ctx.saved_tensors
+        form, token_block, chunk = ctx.settings
+        softcap, factor = form
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = accumulation_dtype(hidden)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad = grad / temperature
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = grad * factor
         row_grad = grad.sum(dim=1, keepdim=True)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = hidden.new_zeros(vocab, dtype=dtype) if needs_bias else None
         for v0 in range(0, vocab, chunk):
-            w = weight[v0 : v0 + chunk]
+            w, b = weight[v0 : v0 + chunk], None if bias is None else bias[v0 : v0 + chunk]
             grad_w = None
             for i0 in range(0, n, token_block):
                 rows = slice(i0, i0 + token_block)
                 h = hidden[rows]
-                dlogits = matmul(h, w.T)
-                if temperature != 1.0:
-                    dlogits /= temperature
+                dlogits = finished(matmul(h, w.T), b, *form)
+                slope = None if softcap is None else 1 - (dlogits / (factor * softcap)).square_()
                 _shares_in_place(dlogits, highest[rows], -row_grad[rows] / total[rows])
                 inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 dlogits.scatter_add_(1, column, torch.where(inside, grad[rows], 0.0))
+                if slope is not None:
+                    dlogits *= slope
+                if grad_bias is not None:
+                    grad_bias[v0 : v0 + chunk] += dlogits.sum(0)
                 if h.is_cuda:
                     dlogits = dlogits.to(h.dtype)  # once for both products
                 if grad_hidden is not None:
@@ -178,7 +207,22 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_weight[v0 : v0 + chunk] = grad_w
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def finished(
+    products: Tensor, bias: Tensor | None, softcap: float | None, factor: float = 1.0
+) -> Tensor:
+    """Return factor cap(products + bias), written over the products."""
+    if bias is not None:
+        products += bias.to(products)
+    if softcap is not None:
+        products.div_(softcap).tanh_().mul_(softcap)
+    if factor != 1.0:
+        products *= factor
+    return products
 
 
 @fused
@@ -224,6 +268,12 @@ def matmul(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     if a.is_cuda:  # tensor cores take half precision operands and accumulate in float32
         return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
+
+
+def whole_logits(logits: Logits) -> Float[Tensor, "n v"]:
+    """Return the logits of a block of rows, as ``head_logits`` does."""
+    products = head_logits(logits.hidden, logits.weight)
+    return finished(products, logits.bias, logits.softcap, logits.scale)
 
 
 def head_logits(

@@ -32,6 +32,48 @@ def test_values_and_gradients_equal_log_softmax_in_float64(chunk, token_block, t
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bias": True},
+        {"softcap": 1.5},
+        {"scale": 0.25},
+        {"bias": True, "softcap": 2.0, "scale": 3.0},
+    ],
+    ids=lambda form: "-".join(form),
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_bias_cap_and_scale_are_those_of_autograd(form, temperature):
+    """Values and gradients, through several blocks of rows and ids."""
+    hidden, weight, ids, upstream = problem()
+    bias = torch.linspace(-2, 2, 37, dtype=torch.float64, requires_grad=True)
+    leaves = [hidden, weight, *[bias] * ("bias" in form)]
+    options = {**form, **({"bias": bias} if "bias" in form else {})}
+    out = selected_logprobs(hidden, weight, ids, temperature, (5, 7), **options)
+    z = hidden @ weight.T + (bias if "bias" in form else 0)
+    if cap := form.get("softcap"):
+        z = cap * torch.tanh(z / cap)
+    expected = torch.log_softmax(z * form.get("scale", 1) / temperature, dim=-1).gather(1, ids)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    grads, wanted = (torch.autograd.grad(each, leaves, upstream) for each in (out, expected))
+    for got, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_bias_cap_and_scale_in_bfloat16_are_float64s_within_a_percent():
+    hidden, weight, ids, upstream = problem(torch.bfloat16, v=500)
+    bias = torch.linspace(-2, 2, 500, requires_grad=True)
+    leaves = hidden, weight, bias
+    out = selected_logprobs(hidden, weight, ids, 0.6, (5, 64), bias=bias, softcap=2.0, scale=3.0)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    z = 2 * torch.tanh((exact[0] @ exact[1].T + exact[2]) / 2)
+    expected = torch.log_softmax(z * 3 / 0.6, dim=-1).gather(1, ids)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
+    grads = torch.autograd.grad(out, leaves, upstream.to(out))
+    for got, want in zip(grads, torch.autograd.grad(expected, exact, upstream), strict=True):
+        assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
 def test_an_id_in_several_columns_sums_their_gradients():
     hidden, weight, _, _ = problem()
     ids = torch.full((13, 3), 5)

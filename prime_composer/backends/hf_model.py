@@ -1,5 +1,6 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from prime_composer.backends.model_files import (
     missing_folder,
     why_not_on_hub,
 )
-from prime_composer.lm_head import head_logits, selected_logprobs
+from prime_composer.contract import Logits
+from prime_composer.lm_head import finished, head_logits, logprobs_at, whole_logits
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Number formats of weights that are not quantized. PyTorch compares no others."""
@@ -133,8 +135,26 @@ def load_model(
                 f"as {missing[0]}; copy the model again."
             )
         check_finite(net, model)
+    cap_attention(net)
     net.generation_config = OwnGenerationConfig.of(model)
     return net.to(device).eval()
+
+
+def cap_attention(model: nn.Module) -> list[str]:
+    """Let the attention of a model have the cap of its scores (Gemma 2); return what it costs.
+
+    transformers' sdpa, its default, leaves a cap out, and its eager attention has it.
+    """
+    net: Any = model
+    cap = getattr(net.config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is None or net.config._attn_implementation not in ("sdpa", "eager"):
+        return []
+    net.set_attn_implementation("eager")
+    return [
+        f"{type(model).__name__} caps the scores of its attention at {cap:g}, which transformers' "
+        "sdpa leaves out: it computes with eager attention, whose memory grows with the square of "
+        "a sequence's length."
+    ]
 
 
 @dataclass(frozen=True)
@@ -192,8 +212,8 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
     """Return a causal language model of a directory or hub id, in float32, and its tokenizer.
 
     The tokenizer is None where the directory contains none. Refused are a model that is stored in
-    fewer bits, one whose logits are more than hidden states times the head's weight (a bias,
-    soft-capping, a scale), and a tokenizer with ids that the head does not have.
+    fewer bits, one whose logits are more than ``contract.Logits``, and a tokenizer with ids that
+    the head does not have.
     """
     refuse_quantized(read_config(model))  # before it is loaded, whose library may be missing
     net = load_model(model)
@@ -205,7 +225,7 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
             f"{vocab_size}; resize the model's embeddings, or use the tokenizer that the model was "
             "trained with."
         )
-    check_plain_head(net)
+    check_head(net)
     return net, tokenizer
 
 
@@ -245,18 +265,32 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 
 def lm_head_weight(model: nn.Module) -> Tensor:
-    """Return the weight [V, d] that turns final hidden states into logits. A bias is refused."""
+    """Return the weight [V, d] that turns final hidden states into logits."""
     net: Any = model
     head = net.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ModelUnavailable(
             f"{type(model).__name__} has no output embeddings; use a causal language model."
         )
-    if getattr(head, "bias", None) is not None:
-        raise ModelUnavailable(
-            f"{type(model).__name__} adds a bias to its logits, and lm_head does not; {WAY_OUT}"
-        )
     return head.weight
+
+
+def logits_over(model: nn.Module, hidden: Float[Tensor, "n d"]) -> Logits:
+    """Return a model's logits over its hidden states, in whose dtype the head's products are.
+
+    Its config says of a cap and a scale, which ``check_head`` compares with what it computes.
+    """
+    net: Any = model
+    config = net.config.get_text_config()
+    factors = "logit_scale", "lm_head_multiplier"  # Cohere, Falcon-H1
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in factors)
+    return Logits(
+        hidden,
+        lm_head_weight(model).to(hidden.dtype),
+        getattr(net.get_output_embeddings(), "bias", None),
+        getattr(config, "final_logit_softcapping", None),  # Gemma 2
+        scale / (getattr(config, "logits_scaling", None) or 1.0),  # Granite
+    )
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -268,28 +302,22 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def check_plain_head(model: nn.Module) -> None:
-    """Check on four tokens that the logits are hidden states times the head's weight."""
+def check_head(model: nn.Module) -> None:
+    """Check on four tokens that the logits are ``logits_over`` the hidden states."""
     net: Any = model
     weight = lm_head_weight(model)
-    config = net.config.get_text_config()
-    if getattr(config, "final_logit_softcapping", None):
-        raise ModelUnavailable(
-            f"{type(model).__name__} soft-caps its logits at {config.final_logit_softcapping} "
-            f"(final_logit_softcapping), and the chunked head does not; {WAY_OUT}"
-        )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
     more = (
-        f"{type(model).__name__} does more to its logits than multiplying hidden states with the "
-        f"head's weight (a scale, a cap), and the chunked head does not; {WAY_OUT}"
+        f"{type(model).__name__} does more to its logits than a product of hidden states and head, "
+        f"a bias, a cap and a scale, which are all that the chunked head does; {WAY_OUT}"
     )
     if weight.is_meta:
-        if not _is_plain_form(net):
+        if not _has_form(net):
             raise ModelUnavailable(more)
         return
     mask = torch.ones_like(ids)
     with torch.no_grad(), float32_head(model):
-        plain = head_logits(hidden_states(model, ids, mask), weight)
+        plain = whole_logits(logits_over(model, hidden_states(model, ids, mask)[0]))[None]
         logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits
     tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 3e-2
     if logits.shape != plain.shape or (
@@ -298,8 +326,9 @@ def check_plain_head(model: nn.Module) -> None:
         raise ModelUnavailable(more)
 
 
-def _is_plain_form(net: Any) -> bool:
-    """Return whether the head gets the hidden states themselves, and its products are the logits.
+def _has_form(net: Any) -> bool:
+    """Return whether the head gets the hidden states themselves, and its products become logits as
+    ``logits_over`` says.
 
     Both are random stand-ins. True for a model that does not take them.
     """
@@ -326,7 +355,9 @@ def _is_plain_form(net: Any) -> bool:
         del net.base_model.forward, head.forward
     if taken[0].is_meta:  # of its own layers
         return True
-    return torch.equal(taken[0], hidden) and torch.equal(taken[1], products)
+    own = logits_over(net, hidden[0])
+    logits = finished(products.clone(), None, own.softcap, own.scale)
+    return torch.equal(taken[0], hidden) and torch.allclose(taken[1], logits)
 
 
 @contextmanager
@@ -390,7 +421,7 @@ def sequence_logprobs(
     for ids in sequences:
         tokens, mask = pad([ids], lm_head_weight(model).device)
         hidden = hidden_states(model, tokens, mask)[0, :-1]
-        logprobs = selected_logprobs(hidden, lm_head_weight(model), tokens[0, 1:, None])[:, 0]
+        logprobs = logprobs_at(logits_over(model, hidden), tokens[0, 1:, None])[:, 0]
         results.append(torch.cat([torch.full((1,), torch.nan), logprobs.float().cpu()]))
     return results
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from prime_composer.backends.hf_model import cap_attention
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.backends.transformers import try_saving, window_of
 from prime_composer.contract import Scores, given
@@ -192,7 +193,10 @@ class Checks:
         engine = self.engine
         limit, policy = engine.sampler.limits.max_model_len, engine.policy_teacher
         positions = window_of(engine.model.config) or engine.context
-        return check_texts(self.recipe, engine.problems, engine.context, limit, policy, positions)
+        warnings = cap_attention(engine.model)
+        return warnings + check_texts(
+            self.recipe, engine.problems, engine.context, limit, policy, positions
+        )
 
     def _vocabulary(self, teacher: TeacherId, scorer: Scorer) -> list[str]:
         engine, recipe = self.engine, self.recipe

@@ -14,11 +14,12 @@ from torch import nn
 from prime_composer.backends.hf_model import (
     hidden_states,
     lm_head_weight,
+    logits_over,
     pad,
     sequence_logprobs,
 )
 from prime_composer.backends.protocols import Sampler, SamplingParams
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.lm_head import logprobs_at
 from prime_composer.local.engine import Engine
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.samplers.transformers import TransformersSampler
@@ -126,7 +127,8 @@ def check_rows(
     for side in sides:
         ids, mask = pad([short, row], head.device, side)
         hidden = hidden_states(model, ids, mask)[0][mask[0].bool()]
-        own = selected_logprobs(hidden[:-1], head, ids[0][mask[0].bool()][1:, None])[:, 0]
+        labels = ids[0][mask[0].bool()][1:, None]
+        own = logprobs_at(logits_over(model, hidden[:-1]), labels)[:, 0]
         moved = distance(own.float().cpu() - alone[1:], engine_dtype)
         if not moved <= limit:
             raise PreflightError(

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from prime_composer.backends.hf_model import hidden_states, lm_head_weight
+from prime_composer.backends.hf_model import hidden_states, lm_head_weight, logits_over
 from prime_composer.contract import (
     HiddenStates,
     Logits,
@@ -24,7 +24,7 @@ from prime_composer.contract import (
     given,
 )
 from prime_composer.full_vocabulary import teacher_logprobs
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.lm_head import logprobs_at
 from prime_composer.losses.shared.stops import refuse_beyond
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Sample
@@ -83,7 +83,7 @@ def student_inputs(
             known &= torch.cat([one.all_known for one in scores])
         # The entry of an id that is not known is not read, whichever row of the head it has.
         selected_ids = torch.cat([selected_ids, support_ids.masked_fill(~known, 0)], dim=-1)
-    student = Logits(hidden, head.to(hidden.dtype))
+    student = logits_over(model, hidden)
     heads = heads_of(samples)
     both = compared(student, heads, samples) if heads else None
     if both is not None and any(head.tolerance is not None for head in heads):
@@ -91,7 +91,7 @@ def student_inputs(
         computed = _by_hidden_states(both, labels.to(device), own.to(device))
         check_states(computed, own, heads, partial(place_of, samples))
     with_stops = torch.cat([selected_ids, stops], dim=-1).to(device)
-    logprobs = selected_logprobs(student.hidden, student.weight, with_stops)
+    logprobs = logprobs_at(student, with_stops)
     logprobs, of_stops = logprobs.split([selected_ids.shape[-1], len(stop_ids)], dim=-1)
     if selected_ids.shape[-1] > 1:
         support = Support(
@@ -105,7 +105,7 @@ def student_inputs(
     sampled, tempered = logprobs[:, 0], None
     if temperature != 1:
         those = torch.cat([labels.unsqueeze(-1), stops], dim=-1).to(device)
-        at_other = selected_logprobs(student.hidden, student.weight, those, temperature)
+        at_other = logprobs_at(student, those, temperature)
         sampled, tempered = at_other[:, 0], at_other[:, 1:]
     return LossInputs(
         trainer_logprobs=sampled,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,17 +17,18 @@ from prime_composer.backends.alignment import (
     sequences_to_score,
 )
 from prime_composer.backends.hf_model import (
-    check_plain_head,
+    check_head,
     hidden_states,
     lm_head_weight,
+    logits_over,
     pad,
     read_eos_token_ids,
     token_batches,
 )
 from prime_composer.backends.protocols import Rollout
 from prime_composer.backends.transformers import LoadedModel
-from prime_composer.contract import HiddenStates, Scores, TeacherHead
-from prime_composer.lm_head import head_logits, selected_logprobs
+from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead
+from prime_composer.lm_head import logprobs_at, whole_logits
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.scoring.kinds import largest
 
@@ -56,7 +58,7 @@ class TransformersScorer(LoadedModel):
         super().__init__(model, dtype, device, max_model_len)
         self._source = self._source or source
         self._ends = eos_token_ids
-        check_plain_head(self.model)
+        check_head(self.model)
         self.batch_tokens = batch_tokens
 
     gives_any_ids = True
@@ -96,7 +98,9 @@ class TransformersScorer(LoadedModel):
         sequences = sequences_to_score(rollouts, prompts, vocab_size)
         check_sequence_lengths([s.token_ids for s in sequences], 0, self.limits.max_model_len)
         weight = lm_head_weight(self.model).detach()
-        head = TeacherHead(weight, origin=self.origin)
+        own = logits_over(self.model, weight[:0])
+        bias = None if own.bias is None else own.bias.detach()
+        head = TeacherHead(weight, bias, own.scale, own.softcap, origin=self.origin)
         scores: dict[int, Scores] = {}
         for batch in token_batches([len(s.token_ids) for s in sequences], self.batch_tokens):
             tokens, mask = pad([sequences[index].token_ids for index in batch], weight.device)
@@ -106,11 +110,11 @@ class TransformersScorer(LoadedModel):
             states = torch.cat([all_states[row, a - 1 : b - 1] for row, (a, b) in enumerate(spans)])
             labels = torch.cat([tokens[row, a:b] for row, (a, b) in enumerate(spans)])
             if candidate_ids is None:
-                ids, logprobs = top_logprobs(states, weight, labels, k)
+                ids, logprobs = top_logprobs(head.over(states), labels, k)
             else:
                 candidates = torch.cat([candidate_ids[index] for index in batch]).to(labels)
                 ids = torch.cat([labels[:, None], candidates], dim=1)
-                logprobs = selected_logprobs(states, weight, ids)
+                logprobs = logprobs_at(head.over(states), ids)
             sizes = [b - a for a, b in spans]
             for index, sequence_ids, sequence_logprobs, own_states in zip(
                 batch,
@@ -137,13 +141,14 @@ class TransformersScorer(LoadedModel):
 
 
 def top_logprobs(
-    states: Float[Tensor, "n d"], weight: Float[Tensor, "v d"], labels: Int[Tensor, " n"], k: int
+    logits: Logits, labels: Int[Tensor, " n"], k: int
 ) -> tuple[Int[Tensor, "n k_1"], Float[Tensor, "n k_1"]]:
     """Return ids and log-probs of each label and then of the top k, [n, 1 + k], in row blocks."""
     ids, logprobs = [], []
-    rows = max(1, LOGITS_BUDGET // weight.shape[0])
-    for first in range(0, max(len(states), 1), rows):
-        block = torch.log_softmax(head_logits(states[first : first + rows], weight), dim=-1)
+    rows = max(1, LOGITS_BUDGET // logits.size)
+    for first in range(0, max(logits.row_count, 1), rows):
+        part = replace(logits, hidden=logits.hidden[first : first + rows])
+        block = torch.log_softmax(whole_logits(part), dim=-1)
         label_ids = labels[first : first + rows, None]
         top_values, top_ids = largest(block, k)
         ids.append(torch.cat([label_ids, top_ids], dim=1))

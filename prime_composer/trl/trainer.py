@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.hf_model import check_plain_head, float32_head, lm_head_weight
+from prime_composer.backends.hf_model import cap_attention, check_head, float32_head, lm_head_weight
 from prime_composer.backends.transformers import fix_frequencies
 from prime_composer.contract import Scores
 from prime_composer.extras import pip_install
@@ -86,7 +86,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         self._refuse_untested()
         student = self._student(self.model)
         with _in_eval_mode(student):
-            check_plain_head(student)
+            check_head(student)
+        capped = cap_attention(student)
         fix_frequencies(student, getattr(self.args, "vllm_max_model_length", None))
         config = self.loss_config = with_token_ids(config, self.processing_class)
         self.loss_fn = setup_loss_fn(config)
@@ -101,7 +102,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             if self.scorer is not teacher_model:
                 self.scorer.close()
             raise
-        warnings += self._end_as_the_teacher(teacher_model)
+        warnings += capped + self._end_as_the_teacher(teacher_model)
         self._prompts = read_prompts(teacher_prompt, teacher_model, teacher_tokenizer)
         for warning in warnings:
             logger.warning(warning)

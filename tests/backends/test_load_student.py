@@ -2,19 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
-    check_plain_head,
+    cap_attention,
+    check_head,
     hidden_states,
     import_transformers,
     lm_head_weight,
     load_model,
     load_student,
     load_tokenizer,
+    logits_over,
     pad,
     read_config,
     read_eos_token_ids,
@@ -98,21 +101,19 @@ def test_sequence_log_probs_start_with_nan(tied_model, plain_logprobs):
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "changes", "words"),
+    ("kind", "changes"),
     [
-        ("Granite", {"logits_scaling": 8.0}, "a scale"),
-        ("Granite", {"logits_scaling": 1.0}, None),
-        ("Cohere", {"logit_scale": 0.25}, "a scale"),
-        ("Cohere", {"logit_scale": 1.0}, None),
-        ("GraniteMoe", {"logits_scaling": 4.0}, "a scale"),
-        ("Gemma2", {"head_dim": 8}, "final_logit_softcapping"),
-        ("Phi", {}, "bias"),
-        ("OPT", {}, None),
-        ("Qwen3Moe", {"head_dim": 8}, None),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("GraniteMoe", {"logits_scaling": 4.0}),
+        ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}),
+        ("Phi", {}),
+        ("OPT", {}),
+        ("Qwen3Moe", {"head_dim": 8}),
     ],
 )
-def test_head_that_is_more_than_a_product_is_refused(kind, changes, words, has_weights, tmp_path):
-    """By its logits, and on no device by the model's form; all name a remedy."""
+def test_head_with_bias_cap_and_scale_is_the_models(kind, changes, has_weights, tmp_path):
+    """By its logits, and on no device by the model's form. One that does more is refused."""
     settings = {**SMALL, "num_key_value_heads": 2, "initializer_range": 0.5, **changes}
     if has_weights:
         model = build(kind, **settings)
@@ -121,12 +122,35 @@ def test_head_that_is_more_than_a_product_is_refused(kind, changes, words, has_w
         config.architectures = [f"{kind}ForCausalLM"]
         config.save_pretrained(tmp_path)
         model = shapes(tmp_path)
-    if words is None:
-        check_plain_head(model)
+    check_head(model)
+    if kind == "OPT" and not has_weights:  # it takes no stand-ins, and is checked when it is loaded
         return
-    with pytest.raises(ModelUnavailable, match=words) as caught:
-        check_plain_head(model)
-    assert 'backend = "vllm"' in str(caught.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "prime_composer.backends.hf_model.logits_over",
+            lambda *both: replace(logits_over(*both), scale=1.01 * logits_over(*both).scale),
+        )
+        with pytest.raises(ModelUnavailable, match='does more.*backend = "vllm"'):
+            check_head(model)
+
+
+def test_attention_has_the_cap_of_its_scores(tmp_path):
+    """transformers' default leaves it out."""
+    settings = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.5}
+    model = build("Gemma2", **settings, attn_logit_softcapping=1.0)
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        other = load_model(tmp_path)(ids).logits
+        model.set_attn_implementation("sdpa")
+        without = model(ids).logits
+    (warning,) = cap_attention(model)
+    assert "at 1, which" in warning and "eager" in warning
+    with torch.no_grad():
+        exact = model(ids).logits
+    assert cap_attention(build("OPT", **SMALL)) == []
+    assert (exact - without).abs().max() > 1e-2
+    torch.testing.assert_close(other, exact, atol=1e-5, rtol=0)
 
 
 def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prime_composer.backends.hf_model import ModelUnavailable, check_plain_head, linear_layers
+from prime_composer.backends.hf_model import ModelUnavailable, check_head, linear_layers
 from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import base_of, frozen_copy, is_adapted, weights_of
 from prime_composer.local.weight_sync import perturbed
@@ -87,7 +87,7 @@ def test_base_has_the_very_weights_and_no_adapter() -> None:
     for value in adapter.weights.values():
         value.add_(1)
     assert torch.equal(logits_of(base), logits_of(plain))
-    check_plain_head(base)
+    check_head(base)
 
 
 def test_frozen_copy_is_merged_and_apart() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.backends.hf_model import (
-    check_plain_head,
+    check_head,
     float32_head,
     hidden_states,
     lm_head_weight,
@@ -224,10 +224,10 @@ def test_students_choice_in_bfloat16_is_the_true_top_k(
 def test_plain_head_in_bfloat16_finds_a_scale_of_one_percent() -> None:
     """Float32 sums of the same hidden states agree, so that the check need not be loose."""
     model = make_model(False, 0).bfloat16()
-    check_plain_head(model)
+    check_head(model)
     head = model.lm_head.register_forward_hook(lambda module, args, out: out * 1.01)
     with pytest.raises(ValueError, match="does more to its logits"):
-        check_plain_head(model)
+        check_head(model)
     head.remove()
 
 

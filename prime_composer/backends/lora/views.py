@@ -40,6 +40,10 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
+WITHOUT_HEAD = ("Gemma2ForCausalLM", "Gemma3nForCausalLM")
+"""vLLM multiplies with the embeddings of these, which are their heads, and takes no other."""
+
+
 def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     """Return every weight of a model as it is served, as its checkpoint has them.
 
@@ -50,9 +54,12 @@ def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     net: Any = model
+    weights = weights_of(model)
+    if type(model).__name__ in WITHOUT_HEAD:
+        weights = ((name, weight) for name, weight in weights if name != "lm_head.weight")
     if not (getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)):
-        return weights_of(model)
-    return revert_weight_conversion(net, dict(weights_of(model))).items()
+        return weights
+    return revert_weight_conversion(net, dict(weights)).items()
 
 
 def base_of(model: nn.Module) -> nn.Module:
