@@ -1,7 +1,6 @@
 """``prime-rl probe`` as a user types it: tables, JSON, exit codes."""
 
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from prime_composer.backends.hf_model import load_model
 from prime_composer.cli import probe as command
 from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
-from prime_composer.scoring.wire import VERSION
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -93,24 +91,6 @@ def test_json_has_stable_keys_and_numbers(probes: Cli, tiny_recipe: Raw) -> None
     numbers = [teacher["support"]["recommended_k"], teacher["support"]["by_k"][0]["reverse_kl"]]
     numbers += [report["step"]["score_seconds"], teacher["facts"]["context"]]
     assert all(isinstance(number, int | float) for number in numbers)
-
-
-@pytest.mark.parametrize("has_plugin", [True, False])
-def test_models_say_what_a_server_answers_in_binary(
-    probes: Cli, tiny_recipe: Raw, has_plugin: bool
-) -> None:
-    folders = tiny_models(TINY_RECIPE)
-    with SpoilingServer(folders["teacher"], plugin=has_plugin) as server:
-        teacher = {"model": str(folders["teacher"]), "url": server.url}
-        done = probes(tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher))
-    rows = dict(re.findall(r"^ +(plugin: .+?) {2,}– {3,}(.+?) *$", done.stdout, re.MULTILINE))
-    if not has_plugin:
-        assert rows == {}
-        assert "in JSON, several times slower than in binary" in " ".join(done.stdout.split())
-        return
-    assert rows["plugin: version"] == str(VERSION) and rows["plugin: vllm"] == "0.32.0"
-    assert rows["plugin: kinds"] == "sampled, top_k, given, hidden"
-    assert "rows 300" in rows["plugin: head"]
 
 
 @pytest.mark.parametrize("plugin", [True, False])

@@ -197,7 +197,7 @@ def test_train_goes_on_without_lost_metrics_and_says_so(
     run(raw, tmp_path / "run", Silent(interrupt_at=5))
     (tmp_path / "run" / "metrics.jsonl").unlink()
     run(raw, tmp_path / "run", display, resume=True)
-    said = "metrics.jsonl is gone, and with it the numbers of the steps 0 to 4"
+    said = "metrics.jsonl lacks the numbers of 5 of the steps 0 to 4"
     assert [text for text in display.texts if said in text and text.startswith("warning: ")]
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [4, 5, 6]
     later = numbers(whole)[-2:]

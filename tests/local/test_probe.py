@@ -402,6 +402,7 @@ def test_served_models_are_measured_and_get_no_weights(served):
     )
     assert facts.agreement.largest < 1e-4 and facts.agreement.tokens > 0
     assert facts.facts.logprob_mode == "raw"
+    assert any("in JSON, several times slower" in text for text in report.recommendations)
     assert report.student.facts.logprob_mode == "processed"
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -97,18 +96,6 @@ def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + rb'{"question": "\ud83d\ude00?", "answer": "#### 1"}')
     assert read_file(file) == [Problem("\U0001f600?", "#### 1")]
-
-
-def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    file = tmp_path / "train.jsonl"
-    file.write_text(GOOD)
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"train\.jsonl cannot be read: Permission denied"):
-        read_file(file)
 
 
 def test_jsonl_many_malformed_lines_are_counted(tmp_path):

@@ -1,18 +1,13 @@
 """The recipes and the study of GKD's tasks: real data by ``--set``, export, the grid."""
 
-import json
 import re
 import tomllib
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from prime_composer.cli.study import load_study
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.loading import load_recipe
-from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.versions.records import VERSIONS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = {"summary": "rouge2", "translation": "bleu"}
@@ -42,31 +37,3 @@ def test_tables_of_the_readme_are_data() -> None:
         for _, table in rows
     ]
     assert metrics == ["rouge2", "bleu", "exact"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("task", TASKS)
-def test_recipe_is_exported_with_its_metric(task: str, version: str) -> None:
-    """The environment gets kind, metric and prompt; nothing of it is refused."""
-    recipe = load_recipe(RECIPES / "methods" / f"{task}_gkd.toml")
-    export = export_recipe(recipe, version, {"student": "/s", "teacher": "/t"})
-    text = json.dumps(tomllib.loads(export.text()))
-    for setting in (f'"kind": "{task}"', f'"metric": "{TASKS[task]}"', '"prompt_template": "'):
-        assert text.count(setting) == 2  # to train on, and to evaluate
-
-
-def test_study_is_the_grid_of_the_paper() -> None:
-    study, runs = load_study(RECIPES / "studies" / "gkd.toml")
-    assert len(study.seeds) == 5 and len(runs) == 75
-    cells = {
-        (
-            run.recipe.loss.type,
-            getattr(run.recipe.loss, "beta", None),
-            run.recipe.rollout.student_fraction,
-        )
-        for run in runs
-    }
-    divergences = [("topk_forward_kl", None), ("topk_reverse_kl", None)]
-    divergences += [("generalized_jsd", beta) for beta in (0.1, 0.5, 0.9)]
-    assert cells == {(*one, share) for one, share in product(divergences, (0.0, 0.5, 1.0))}
-    assert {getattr(run.recipe.loss, "k", None) for run in runs} == {"full"}

@@ -85,11 +85,6 @@ def test_file_or_override_that_is_none_is_refused(tmp_path: Path) -> None:
             load_recipe(ROOT / "recipes" / "gsm8k_opd.toml", [item])
 
 
-def test_recipe_prime_rl_table_is_kept_as_written() -> None:
-    raw = with_value("prime_rl", {"trainer": {"model": {"attn": "sdpa"}}})
-    assert parse_recipe(raw).prime_rl == {"trainer": {"model": {"attn": "sdpa"}}}
-
-
 def test_every_table_refuses_unknown_keys() -> None:
     tables: set[Any] = set()
 

@@ -31,12 +31,6 @@ def test_teacher_id_has_table_and_display_and_sorts() -> None:
     assert {SHORT: 1}[TeacherId("short")] == 1
 
 
-def test_routing_of_one_teacher_gives_it_everything() -> None:
-    single = routing(teacher={"model": "t"})
-    assert [config.model for config in single.teachers.values()] == ["t"]
-    assert single.of(Problem("?", "#### 1")) == {TeacherId(): 1.0}
-
-
 def test_routing_of_a_policy_teacher_is_empty() -> None:
     """A policy teacher is no model of its own, and without a teacher there is none."""
     policy = routing(teacher={"policy": {}})

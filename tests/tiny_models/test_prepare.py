@@ -437,10 +437,6 @@ def test_fine_tuning_that_diverges_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"prune": 1.0}, "prune"),
-        ({"vocab_size": 100}, "vocab_size"),
-        ({"head_dim": 7}, "head_dim"),
-        ({"hiden_size": 64}, "hiden_size"),
         ({"hint_share": 0.5}, "hint_template and hint_share go together"),
         ({"hint_share": 0.5, "hint_template": "{hint}"}, "must contain {question} and {hint}"),
     ],
