@@ -87,11 +87,6 @@ def test_balance_scales_both_parts_of_an_rl_mix(kd):
     assert balanced == pytest.approx([2 * plain[0], 0, 0.5 * plain[2]]) and all(plain[::2])
 
 
-def test_balance_that_no_trainer_computes_is_refused():
-    with pytest.raises(ValueError, match=r"needs balance.*Balance.of_sequences"):
-        setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](balance={}))(inputs_of(None))
-
-
 @pytest.mark.parametrize(
     "balance,message",
     [

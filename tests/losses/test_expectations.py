@@ -84,7 +84,6 @@ def test_the_expected_gradient_is_that_of_the_full_reverse_kl(config, stale):
 
 
 def test_head_tail_is_unbiased_and_a_bounded_ratio_is_not():
-    """Head and tail is an unbiased value too and a bounded ratio is not."""
     z, log_q, log_mu = problem(1, 0.8)
     ids = log_q.topk(3).indices
     kl = reverse_kl_gradient(z, log_q)[1]
@@ -109,7 +108,6 @@ def test_head_tail_is_unbiased_and_a_bounded_ratio_is_not():
 
 
 def test_the_head_misses_tokens_that_the_tail_bucket_merges():
-    """The head alone misses the tokens outside and tail bucket merges them."""
     z, log_q, log_mu = problem(2, 0.0)
     ids = log_q.topk(3).indices
     exact = reverse_kl_gradient(z, log_q)[0]

@@ -166,7 +166,6 @@ def test_position_weights_multiply_given_weights_by_sequence(seed):
 
 
 def test_position_weights_without_discrepancy_are_even():
-    """Position weights of a sequence without discrepancy are even."""
     inputs = packed()
     inputs = dataclasses.replace(inputs, ref_logprobs=inputs.inference_logprobs.clone())
     out, _ = PositionWeights(gamma=0.5).apply(inputs)

@@ -65,7 +65,6 @@ def test_the_gradient_raises_chosen_and_lowers_rejected():
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_order_and_numbering_of_pairs_do_not_matter(name):
-    """The order of the pairs and gaps in their numbers do not matter."""
     loss = setup_loss_fn(LOSS_TYPES[name]())
     swapped = pair(6)  # segment 6 is chosen, 7 rejected
     flipped = dataclasses.replace(pair(), segment_ids=torch.tensor([1] * 5 + [1] * 7))

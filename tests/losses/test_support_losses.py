@@ -45,7 +45,6 @@ def full_inputs(student_logits, teacher_logits, mask, tokens, log_ratio=None) ->
     ("tau", "expected"), [(0.8, 0.740904589460), (0.9, 0.607796236046), (10.0, 0.391657168407)]
 )
 def test_entropy_aware_adds_forward_kl_at_high_entropy(tau, expected):
-    """Entropy aware OPD adds the forward KL where the teacher is unsure."""
     # Worked from the definition (arXiv 2603.07079) on the inputs of golden/generalized_jsd.json,
     # alpha 1, mean over the mask;
     # the teacher's entropies there are .975327829166 and .832395581840.
@@ -63,7 +62,6 @@ def test_entropy_aware_adds_forward_kl_at_high_entropy(tau, expected):
 
 
 def test_entropy_aware_sampled_is_signed_plus_forward_kl():
-    """Entropy aware OPD in its sampled form is the signed policy gradient and the forward KL."""
     g = json.loads((GOLDEN / "generalized_jsd.json").read_text())["inputs"]
     inputs = full_inputs(
         g["student_logits"], g["teacher_logits"], [True] * 3, [0, 1, 2], [0.9, -0.3, 0.1]
@@ -112,7 +110,6 @@ def test_self_distillation_on_the_students_top_two_is_sdpo(normalization, alpha)
 
 
 def test_self_distillation_bounds_its_ratio_as_sdpo_does():
-    """Self distillation bounds its importance factor as SDPO does."""
     tail = LOSS_TYPES["self_distillation"](beta=0.5, k=2, chosen_by="student")
     out = setup_loss_fn(tail)(sdpo_inputs())
     assert (out.loss / 2).item() == pytest.approx(
@@ -138,7 +135,6 @@ def test_self_distillation_on_the_sampled_token_is_sdpos():
 
 
 def test_self_distillation_can_skip_the_first_tokens():
-    """Self distillation can skip the first tokens of each response."""
     inputs = sdpo_inputs()
     inputs = dataclasses.replace(
         inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9])
@@ -152,17 +148,9 @@ def test_self_distillation_can_skip_the_first_tokens():
 
 
 def test_a_loss_reads_the_first_k_of_a_larger_support():
-    """A loss that requests k takes the first k of a wider support."""
     inputs = sdpo_inputs()
     order = inputs.support.teacher_logprobs.argsort(-1, descending=True)
-    wide = Support(
-        order,
-        inputs.support.teacher_logprobs.gather(-1, order),
-        inputs.support.student_logprobs.gather(-1, order),
-    )
-    narrow = Support(
-        wide.token_ids[:, :2], wide.teacher_logprobs[:, :2], wide.student_logprobs[:, :2]
-    )
+    wide, narrow = (inputs.support.of_ids(ids) for ids in (order, order[:, :2]))
     loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=2))
     got = loss(dataclasses.replace(inputs, support=wide)).loss
     assert got.item() == loss(dataclasses.replace(inputs, support=narrow)).loss.item()
@@ -221,7 +209,6 @@ def test_recent_loss_passes_its_knobs_on(knobs, expected, normalization):
 
 
 def test_a_normalization_that_does_not_fit_k_is_refused():
-    """A normalization that k does not allow is refused when the recipe is read."""
     for name in (
         "topk_reverse_kl",
         "topk_forward_kl",
@@ -284,16 +271,7 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
 @pytest.mark.parametrize("name", ["topk_reverse_kl", "topk_forward_kl"])
 def test_the_parts_of_a_tail_kl_add_up_to_it(name):
     inputs = sdpo_inputs()
-    narrow = Support(
-        *(
-            x[:, :2]
-            for x in (
-                inputs.support.token_ids,
-                inputs.support.teacher_logprobs,
-                inputs.support.student_logprobs,
-            )
-        )
-    )
+    narrow = inputs.support.of_ids(inputs.support.token_ids[:, :2])
     metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(
         dataclasses.replace(inputs, support=narrow)
     ).metrics
@@ -303,7 +281,6 @@ def test_the_parts_of_a_tail_kl_add_up_to_it(name):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_least_overlap_never_exceeds_the_overlap(seed):
-    """The least overlap with the student's top k never exceeds the overlap."""
     g = torch.Generator().manual_seed(seed)
     log_p = (3 * torch.randn(30, generator=g, dtype=torch.float64)).log_softmax(-1)
     log_q = log_p + 2 * torch.randn(30, generator=g, dtype=torch.float64)

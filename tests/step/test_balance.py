@@ -62,7 +62,6 @@ def test_balanced_gradient_is_that_of_a_mean_of_means(
 
 
 def test_shares_of_a_step_are_counted_by_environment() -> None:
-    """By hand."""
     metrics = share_metrics(balanced(samples_of(), Balance(weights={"a": 3.0})))
     assert metrics == pytest.approx(
         {
