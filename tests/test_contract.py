@@ -292,6 +292,7 @@ def test_the_gradient_is_the_derivative_of_the_value(differentiable):
     with torch.no_grad():
         start = torch.cat([leaf.flatten() for leaf in leaves])
         for direction in torch.randn(3, sum(sizes), dtype=start.dtype, generator=generator):
+            direction /= direction.norm()
             values = []
             for sign in (1, -1):
                 moved = (start + sign * eps * direction).split(sizes)
