@@ -5,7 +5,7 @@ This file imports no other file of the package.
 
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 
 class Table(BaseModel):
-    """A table: unknown keys are refused, numbers are finite, values never change.
+    """A table: unknown keys are refused, numbers are finite and no booleans, values never change.
 
     A string is read as a number where one is expected: prime-rl's command line passes strings. A
     URL is no path.
@@ -36,10 +36,16 @@ class Table(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_no_url(cls, value: Any, info: Any) -> Any:
+    def _is_no_other_kind(cls, value: Any, info: Any) -> Any:
         annotation: Any = cls.model_fields[info.field_name].annotation
+        leaves = _leaves(annotation)
+        given = value.values() if isinstance(value, Mapping) else value
+        given = given if isinstance(value, Mapping | list | tuple) else [value]
+        takes_numbers_alone = {int, float} & leaves and not {bool, Any} & leaves
+        if takes_numbers_alone and any(isinstance(one, bool) for one in given):  # read as 1 and 0
+            raise ValueError("true and false are no numbers; write a number")
         # A URL may have a password, which is no longer told from the rest of a path.
-        if isinstance(value, str) and "://" in value and Path in _leaves(annotation):
+        if isinstance(value, str) and "://" in value and Path in leaves:
             raise ValueError("a URL is no path; write the path of a file or folder")
         return value
 

@@ -118,10 +118,10 @@ def hook_client(module: Any) -> None:
         if header is not None and settings.teacher_tokenizers:
             raise ValueError(f"{TOKENIZERS_KEY}: such a teacher {NOT_IN_A_MIXTURE}")
         if settings.trainer_asks and frozen:
-            names = {model} if header is None else {one.model for one in teachers_of(header)}
-            traces = () if scoring is None else scoring.traces
-            for name in names & {*(settings.teacher_prompts or ())}:
-                await said(leave_prompts(REQUESTS, name, traces, token_ids))
+            if settings.teacher_prompts and scoring is not None:
+                names = {model} if header is None else {one.model for one in teachers_of(header)}
+                for name in names & settings.teacher_prompts.keys():
+                    await said(leave_prompts(REQUESTS, name, scoring.traces, token_ids))
             return marked(wire.unscored(len(token_ids)))
 
         @functools.cache  # once for all teachers of a mixture
