@@ -1,6 +1,5 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -282,8 +281,8 @@ def logits_over(model: nn.Module, hidden: Float[Tensor, "n d"]) -> Logits:
     """
     net: Any = model
     config = net.config.get_text_config()
-    factors = "logit_scale", "lm_head_multiplier"  # Cohere, Falcon-H1
-    scale = math.prod(getattr(config, name, None) or 1.0 for name in factors)
+    scale = getattr(net, "logit_scale", 1.0)  # Cohere. MPT's config has the key, and its model not
+    scale *= getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
     return Logits(
         hidden,
         lm_head_weight(model).to(hidden.dtype),
@@ -356,8 +355,9 @@ def _has_form(net: Any) -> bool:
     if taken[0].is_meta:  # of its own layers
         return True
     own = logits_over(net, hidden[0])
-    logits = finished(products.clone(), None, own.softcap, own.scale)
-    return torch.equal(taken[0], hidden) and torch.allclose(taken[1], logits)
+    before = float(taken[0].norm() / hidden.norm())  # MiniCPM3 scales the hidden states
+    logits = finished(products.clone(), None, own.softcap, own.scale / before)
+    return torch.allclose(taken[0], before * hidden) and torch.allclose(taken[1], logits)
 
 
 @contextmanager

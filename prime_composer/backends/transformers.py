@@ -10,6 +10,7 @@ from torch import nn
 from prime_composer.backends.errors import own_words
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
+    cap_attention,
     import_transformers,
     lm_head_weight,
     load_model,
@@ -125,6 +126,7 @@ class LoadedModel:
         limits = [one for one in (max_model_len, window_of(net.config)) if one is not None]
         limit = min(limits, default=None)
         fix_frequencies(net, limit)
+        cap_attention(net)
         self.limits = Limits(
             max_model_len=limit,
             vocab_size=vocab_size,

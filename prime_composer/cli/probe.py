@@ -67,6 +67,8 @@ def run_probe(
     """Measure a recipe's models, or a server; print tables or one JSON object."""
     if (config is None) == (teacher is None):
         raise ValueError("give --config FILE, a recipe, or --teacher URL, a server")
+    if overrides if config is None else model:
+        raise ValueError("--set goes with --config, and --model with --teacher")
     if teacher is not None:
         report = _measured_server(teacher, model)
     else:

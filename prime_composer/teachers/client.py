@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, make_rollout, sequences_to_score
 from prime_composer.backends.answers import check_choices
-from prime_composer.backends.errors import RequestRefused
+from prime_composer.backends.errors import RequestRefused, ServerError
 from prime_composer.backends.server import completion_request, plain_sampling
 from prime_composer.backends.vllm_logprobs import answer_bytes, at_least_one, read_completions
 from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
@@ -59,7 +59,7 @@ GREETING_BYTES = 2**20  # More than any plugin says of itself. A larger page is 
 
 LOST = (404, 405)  # Statuses of a server that had the plugin's route and has it no more
 
-OWN_TOKENS = 8  # What a server samples, to score it
+OWN_TOKENS = 32  # What a server samples, to score it
 
 
 @runtime_checkable
@@ -229,8 +229,8 @@ class TeacherClient:
                 self.go_without_plugin()
         return await self._score_json(sequence, k)
 
-    async def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | None:
-        """Let the server sample some tokens, and score them; None where it gives no log-probs."""
+    async def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | str:
+        """Let the server sample some tokens, and score them. A string says why it does not."""
         # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
         settings = plain_sampling(max_tokens=OWN_TOKENS, ignore_eos=True, temperature=1, logprobs=0)
         body = completion_request(self._model, prompt, settings)
@@ -242,8 +242,10 @@ class TeacherClient:
             logprobs = choices[0].logprobs.token_logprobs if choices[0].logprobs else []
             ids, reason = choices[0].token_ids, choices[0].finish_reason
             rollout = make_rollout(prompt, ids, logprobs, reason, 0)
-        except (RequestRefused, InvalidAnswer):
-            return None
+        except RequestRefused as refusal:
+            return f"it answered {refusal.status}: {refusal.reason}"
+        except (ServerError, InvalidAnswer) as error:
+            return str(error)
         (sequence,) = sequences_to_score([rollout])
         scores = await self.score(sequence, k=0)
         return OwnLogprobs(rollout.inference_logprobs[rollout.start :], scores.ref_logprobs)

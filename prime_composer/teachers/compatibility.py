@@ -13,7 +13,6 @@ from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores
 from prime_composer.problems.prompts import Ends
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
-from prime_composer.teachers.watch import HALF_PRECISION
 
 PROBES = (  # Numbers, white space, byte-level characters: where tokenizers of one family differ
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
@@ -21,6 +20,8 @@ PROBES = (  # Numbers, white space, byte-level characters: where tokenizers of o
     "Größe, naïve, 東京, Привет, 👍🏽",
 )
 
+
+OWN_APART = 0.25  # Nats per token between what a server samples and scores, on average
 
 SAMPLED_IDS = 256  # Ids of the vocabulary that a teacher's server is asked to write as text
 
@@ -131,8 +132,8 @@ class TokenizingServer(Protocol):
 class GeneratingServer(Protocol):
     """A scorer whose server may sample too."""
 
-    def own_logprobs(self, prompt: Sequence[int]) -> "OwnLogprobs | None":
-        """Return what ``check_own_scores`` compares; None: the server samples without log-probs."""
+    def own_logprobs(self, prompt: Sequence[int]) -> "OwnLogprobs | str":
+        """Return what ``check_own_scores`` compares, or why the server does not give it."""
         ...
 
 
@@ -144,19 +145,19 @@ class OwnLogprobs:
     scored: Float[Tensor, " n"]  # as it scores them, [n]
 
 
-def check_own_scores(own: OwnLogprobs | None) -> str:
+def check_own_scores(own: OwnLogprobs | str) -> str:
     """Compare a server's scores of what it samples with its own log-probs of it.
 
-    Both are log q of the same tokens by one model, and differ by rounding. Elsewhere nothing shows
-    that they do not: a request with known scores repeats the same wrong numbers. The result says
-    what could not be compared.
+    Both are log q of the same tokens by one model, and differ by rounding, which a model with
+    experts carries further. Elsewhere nothing shows that they do not: a request with known scores
+    repeats the same wrong numbers. The result says what could not be compared.
     """
-    if own is None:
+    if isinstance(own, str):
         return (
             "The teacher's server does not generate with log-probs, so its scores were not "
-            "compared with those of what it samples."
+            f"compared with those of what it samples: {own.rstrip('.')}."
         )
-    if not float((own.scored - own.sampled).abs().mean()) <= HALF_PRECISION:
+    if not float((own.scored - own.sampled).abs().mean()) <= OWN_APART:
         raise PreflightError(
             f"The teacher's server gives {len(own.sampled)} tokens a mean log-prob of "
             f"{float(own.sampled.mean()):.3f} where it samples them, and of "

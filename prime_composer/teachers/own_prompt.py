@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from prime_composer.recipe.teacher import TeacherPromptConfig
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.watch import server_starts
 
+CONVERSATIONS = 256  # Prompts of conversations that are kept
+
 PLAIN = TeacherPromptConfig()  # Nothing of a prompt is the teacher's own, but its tokenizer
 
 
@@ -41,7 +43,8 @@ class ConversationPrompts:
                 f"none, or is not on this machine: name its directory or hub id in {table}.model, "
                 "or a file with a template in chat_template."
             )
-        self.of_conversation = cache(self._rendered_conversation)
+        # A group of rollouts has its first messages in common.
+        self.of_conversation = lru_cache(CONVERSATIONS)(self._rendered_conversation)
 
     @property
     def _chats(self) -> bool:

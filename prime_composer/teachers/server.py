@@ -114,8 +114,8 @@ class ServerScorer(Server):
             return int(found[1])
         return None
 
-    def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | None:
-        """Return log-probs of what the server samples and scores; None where it gives none."""
+    def own_logprobs(self, prompt: Sequence[int]) -> OwnLogprobs | str:
+        """Return log-probs of what the server samples and scores, or why it gives none."""
         return self._connection.run(self.client.own_logprobs(prompt))
 
     def score(

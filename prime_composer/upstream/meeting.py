@@ -69,7 +69,7 @@ def compare_with_student(
         log(f"{origin} was not compared with the student by {' and '.join(unknown)}")
 
 
-def compare_with_itself(origin: str, own: OwnLogprobs | None) -> None:
+def compare_with_itself(origin: str, own: OwnLogprobs | str) -> None:
     """Compare a server's scores with what it samples; ``ValueError``: they differ."""
     try:
         not_compared = check_own_scores(own)

@@ -27,11 +27,24 @@ from prime_composer.backends.hf_model import (
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.samplers.transformers import TransformersSampler
+from prime_composer.teachers.transformers import TransformersScorer
 
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
 SMALL = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=23
 )
+
+
+MINICPM = {
+    "hidden_size": 64,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "dim_model_base": 16,
+}
+"""Its hidden states are scaled before the head."""
 
 
 def build(name, **settings):
@@ -109,6 +122,8 @@ def test_sequence_log_probs_start_with_nan(tied_model, plain_logprobs):
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}),
         ("Phi", {}),
         ("OPT", {}),
+        ("Mpt", {"logit_scale": 0.5}),  # which it does not read
+        ("MiniCPM3", MINICPM),
         ("Qwen3Moe", {"head_dim": 8}),
     ],
 )
@@ -149,6 +164,10 @@ def test_attention_has_the_cap_of_its_scores(tmp_path):
     with torch.no_grad():
         exact = model(ids).logits
     assert cap_attention(build("OPT", **SMALL)) == []
+    model.set_attn_implementation("sdpa")
+    TransformersScorer(model)  # of whoever has loaded it
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, exact, atol=1e-5, rtol=0)
     assert (exact - without).abs().max() > 1e-2
     torch.testing.assert_close(other, exact, atol=1e-5, rtol=0)
 

@@ -111,6 +111,7 @@ def servers_without_the_plugin(monkeypatch):
 
     async def nothing(*_):
         """Find nothing, and sample nothing."""
+        return "it does not"
 
     monkeypatch.setattr(TeacherClient, "discover", nothing)
     monkeypatch.setattr(TeacherClient, "own_logprobs", nothing)

@@ -15,6 +15,7 @@ pytest.importorskip("openai")
 
 from prime_composer.backends.protocols import Rollout  # noqa: E402
 from prime_composer.contract import TeacherHead  # noqa: E402
+from prime_composer.teachers.own_prompt import StudentAnswer  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream import launches, left_prompts  # noqa: E402
 from prime_composer.upstream.keys import SWITCH  # noqa: E402
@@ -193,13 +194,32 @@ def test_trainer_asks_behind_the_prompts_that_were_left(
 
 def test_prompt_that_was_not_left_is_named(served, student, switch, tmp_path, monkeypatch):
     """In processes without a launch, and of another launch."""
-    monkeypatch.setattr(left_prompts, "SECONDS", 0)
+    monkeypatch.setattr(launches, "WAIT", 0)
     rollout = rollout_of(own.conversation(student, "abcab"))
     with pytest.raises(ValueError, match=f"launcher `rl`.*{SWITCH}=@FILE"):
         scores_of_trainer(served[0], rollout)
     monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
     with pytest.raises(ValueError, match="teacher_prompts.*'m3'.*let both processes reach"):
         scores_of_trainer(served[0], rollout)
+
+
+def test_left_prompts_are_one_for_each_of_the_student(switch, tmp_path, monkeypatch):
+    """Another one for the same tokens is refused, and those of some hours ago are removed."""
+    monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
+    read = Rollout.not_sampled(torch.tensor([3, 4, 5, 6]), 3, "length")
+    now = [360_000.0]
+    monkeypatch.setattr(left_prompts.time, "time", lambda: now[0])
+    for _ in range(2):
+        left_prompts.leave("m3", [StudentAnswer(read, [1, 2])])
+    with pytest.raises(ValueError, match="'m3' has two prompts.*asked_by"):
+        left_prompts.leave("m3", [StudentAnswer(read, [1, 7])])
+    (file,) = tmp_path.rglob("prompts/*/*")
+    now[0] += 3600 * left_prompts.HOURS_KEPT
+    left_prompts.leave("m3", [])
+    assert file.exists()
+    now[0] += 3600
+    left_prompts.leave("m3", [])
+    assert not file.exists()
 
 
 def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, student):

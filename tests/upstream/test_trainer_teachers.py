@@ -11,7 +11,7 @@ import torch
 from prime_composer.backends.alignment import sequences_to_score
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import ServerError
-from prime_composer.backends.protocols import Rollout
+from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead
 from prime_composer.divergences import reverse_kl
 from prime_composer.full_vocabulary import compare
@@ -81,8 +81,11 @@ class Scorer(ServerScorer):
         self.gate.set()
         Scorer.opened.append(self)
 
+    limits = Limits()
+
     def own_logprobs(self, prompt):
-        """It does not sample."""
+        """Say that it does not sample."""
+        return "it does not"
 
     def logprobs(self, before):
         return (self.table[before] @ self.head.weight.T).log_softmax(-1)

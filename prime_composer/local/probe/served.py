@@ -51,14 +51,15 @@ def probe_server(scorer: ServerScorer, url: str, seconds: float) -> ProbeReport:
     top = found.attempt("output head", lambda: target.score(samples[:1], 4))
     prompt = samples[0].rollout.token_ids[: max(1, window - 1 - OWN_TOKENS)].tolist()
     own = found.attempt("own scores", lambda: scorer.own_logprobs(prompt))
+    own = own or found.unmeasured["own scores"]
     report = ServedReport(
         facts=facts,
         head_dtype=scorer.head_dtype,
         head_bfloat16=None if top is None else is_bfloat16_like(top[0].teacher_logprobs),
         plugin=plugin,
         max_logprobs=found.attempt("max logprobs", scorer.largest_k),
-        sampled_logprob=None if own is None else float(own.sampled.mean()),
-        scored_logprob=None if own is None else float(own.scored.mean()),
+        sampled_logprob=None if isinstance(own, str) else float(own.sampled.mean()),
+        scored_logprob=None if isinstance(own, str) else float(own.scored.mean()),
         throughput=speeds,
         wrong_answers=found.wrong_answers,
         unmeasured=found.unmeasured,
@@ -75,7 +76,7 @@ def samples_of(scorer: ServerScorer, length: int) -> list[Sample]:
     return [Sample(Rollout.not_sampled(one, 1, "length"), Problem("", "")) for one in sequences]
 
 
-def findings_of(own: OwnLogprobs | None, report: ServedReport) -> Iterator[CheckResult]:
+def findings_of(own: OwnLogprobs | str, report: ServedReport) -> Iterator[CheckResult]:
     """Yield whether the server's answers may be true ones."""
     wrong = report.wrong_answers
     yield CheckResult("answers", "failed" if wrong else "ok", wrong[0] if wrong else "")
@@ -100,5 +101,5 @@ def advice_on(report: ServedReport) -> Iterator[str]:
         allowed = "" if k is None else f", for K of at most {k} (--max-logprobs)"
         yield (
             f"it has no scoring plugin and answers in JSON{allowed}, without hidden states: start "
-            f"it with `prime-rl teacher --model {report.facts.model}`."
+            "it with `prime-rl teacher`."
         )

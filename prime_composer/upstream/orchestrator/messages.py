@@ -159,7 +159,8 @@ async def leave_prompts(
 ) -> None:
     """Leave the prompts of a branch to the trainer, which asks the teacher."""
     rollout = rollout_of(*branch_of(traces, token_ids))
-    left_prompts.leave(name, await requests.compute(answers_behind, name, rollout))
+    answers = await requests.compute(answers_behind, name, rollout)
+    await asyncio.to_thread(left_prompts.leave, name, answers)
 
 
 def sampled_of(branch: Any) -> Bool[Tensor, " seq"]:

@@ -22,7 +22,7 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead, TwoHeads
 from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.recipe.backends import Served
-from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking, within_head
 from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.own_prompt import OwnPromptScorer
@@ -122,7 +122,8 @@ class Frozen:
         long = (r.token_ids for r in rollouts if len(r.token_ids) >= KNOWN_TOKENS.start)
         tokens = next(long, None)
         if tokens is not None:
-            own = self.scorer.own_logprobs(tokens[: KNOWN_TOKENS.start].tolist())
+            begun = tokens[: KNOWN_TOKENS.start].tolist()
+            own = self.scorer.own_logprobs(within_head(begun, self.scorer.limits.vocab_size))
             meeting.compare_with_itself(self.scorer.origin, own)
             rollout = known_rollout(tokens[: KNOWN_TOKENS[-1]], 1)
             (scores,) = self.scorer.score([rollout], self._k)
