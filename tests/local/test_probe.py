@@ -245,8 +245,8 @@ def test_a_bfloat16_teacher_is_recognized(tiny_recipe, monkeypatch):
     raw = tiny_recipe()
     raw["teacher"] = {**raw["teacher"], "dtype": "bfloat16"}
     assert probed(raw).teachers["teacher"].head_bfloat16 is False
-    rounds = lambda states, weight: (states @ weight.T).float()  # noqa: E731
-    monkeypatch.setattr("prime_composer.teachers.transformers.head_logits", rounds)
+    rounds = lambda logits: (logits.hidden @ logits.weight.T).float()  # noqa: E731
+    monkeypatch.setattr("prime_composer.teachers.transformers.whole_logits", rounds)
     report = probed(raw)
     assert report.teachers["teacher"].head_bfloat16 is True
     assert any("rounded to bfloat16" in text for text in report.recommendations)

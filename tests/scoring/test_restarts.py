@@ -48,7 +48,7 @@ def test_prime_rl_teacher_killed_for_good_ends_the_run(server, tiny_recipe, tmp_
     with pytest.raises(RunStopped) as stopped:
         run(raw, tmp_path / "run", KillAt(server, then=lambda: None))
     message = str(stopped.value)
-    assert server.url in message and "was away for 3 s" in message and "--resume" in message
+    assert server.url in message and "was away for 3 s" in message and "wait in" in message
     assert stopped.value.checkpoint.step == KILLED_AFTER
 
 

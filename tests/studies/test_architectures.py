@@ -26,10 +26,6 @@ def test_transformers_cell_agrees_with_float64(name: str, side: str, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "cell", "words"),
     [
-        ("Gemma-2", "student/transformers", ("[student]", "final_logit_softcapping")),
-        ("Gemma-2", "teacher/transformers", ("[teacher]", 'backend = "vllm"')),
-        ("Granite", "teacher/transformers", ("[teacher]", "a scale", 'backend = "vllm"')),
-        ("Phi", "student/vllm", ("[student]", "bias")),
         ("Mamba", "student/transformers", ("[student]", "past_key_values")),
         ("Mamba", "teacher/transformers", ("[teacher]", "past_key_values")),
         ("Mamba", "student/vllm", ("[student]", "recurrent", '"transformers"')),
@@ -51,12 +47,14 @@ def test_model_that_no_run_takes_fails_the_dry_run(
     ("name", "cell"),
     [
         ("OLMo-2", "student/vllm"),
+        ("Gemma-2", "student/vllm"),
         ("OPT-350m's form", "teacher/vllm"),
         ("LFM2", "teacher/vllm"),
     ],
 )
 def test_vllm_cell_agrees_with_float64(name: str, cell: str, tmp_path: Path):
     """transformers' own class inside vLLM leaves the trainer's model alone; a narrow head holds;
+    capped logits of a model without a head agree before and after new weights;
     queries that come split into heads are rotated by their own positions."""
     assert_right(fill(name, cell, tmp_path, SECONDS))
 

@@ -10,6 +10,8 @@ pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
 
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 CODE = """
+from types import SimpleNamespace
+
 import torch
 from prime_rl.configs.trainer import ActivationOffloadingConfig
 from prime_rl.trainer.optim.state_offload import CPUOffloadOptimizer
@@ -30,6 +32,11 @@ class Scorer:
         generator = torch.Generator().manual_seed(7)
         self.table = torch.randn(V, 8, generator=generator)
         self.head = TeacherHead(torch.randn(V, 8, generator=generator), tolerance=1e-3, origin="it")
+
+    limits = SimpleNamespace(vocab_size=V)
+
+    def own_logprobs(self, prompt):
+        return "it samples nothing"
 
     def score(self, rollouts, k, hidden=False):
         scores = []
