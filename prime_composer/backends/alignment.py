@@ -40,8 +40,7 @@ class SequenceToScore:
         """The rows that are read, in runs of adjacent ones."""
         if self.read is None:
             return [slice(0, len(self.lacks))]
-        edges = np.diff(self.read.numpy(), prepend=False, append=False).nonzero()[0].tolist()
-        return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)]
+        return runs_of(self.read)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -77,6 +76,12 @@ class SequenceToScore:
 def tensor_of(token_ids: Sequence[int]) -> Int[Tensor, " n"]:
     """Return ids as a tensor. NumPy reads a list five times as fast as torch."""
     return torch.from_numpy(np.array(token_ids, np.int64))
+
+
+def runs_of(mask: Bool[Tensor, " n"]) -> list[slice]:
+    """Return where a mask is True, in runs of adjacent places."""
+    edges = np.diff(mask.numpy(), prepend=False, append=False).nonzero()[0].tolist()
+    return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def sequences_to_score(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from prime_composer.backends.alignment import runs_of
 from prime_composer.backends.protocols import Rollout, Scorer
 from prime_composer.teachers.own_prompt import OwnPromptScorer, StudentAnswer
 from prime_composer.upstream import launches
@@ -56,12 +57,10 @@ class LeftPromptScorer(OwnPromptScorer):
 
     def pieces(self, rollout: Rollout) -> list[StudentAnswer]:
         """Return the answers in a rollout: the tokens that train, in runs."""
-        mask = rollout.loss_mask.numpy()
-        edges = np.diff(mask, prepend=False, append=False).nonzero()[0].tolist()
-        pieces = []
-        for first, last in zip(edges[::2], edges[1::2], strict=True):
-            own = Rollout.not_sampled(rollout.token_ids[:last], first, rollout.finish_reason)
-            pieces.append(StudentAnswer(own, self._left(rollout.token_ids[:first].tolist())))
+        pieces, ids = [], rollout.token_ids
+        for run in runs_of(rollout.loss_mask):
+            own = Rollout.not_sampled(ids[: run.stop], run.start, rollout.finish_reason)
+            pieces.append(StudentAnswer(own, self._left(ids[: run.start].tolist())))
         return pieces
 
     def _left(self, read: Sequence[int]) -> list[int]:

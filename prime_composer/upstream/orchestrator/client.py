@@ -222,6 +222,14 @@ class AskedTeacher:
         return starts, self.retried if starts is None else 0
 
 
+async def discovered(transport: OpenAITransport, model: str, asked: AskedTeacher) -> TeacherClient:
+    """Return a teacher's client, whose server has been asked for the plugin."""
+    teacher = TeacherClient(transport, model, asked.plugin)
+    if not asked.plugin.was_asked:
+        await teacher.discover()
+    return teacher
+
+
 class Requests:
     """Requests of this process: at most ``in_flight`` at a time, and one response read at a time.
 
@@ -279,8 +287,7 @@ class Requests:
         Once, its server is asked how it reads texts. One that cannot be asked passes.
         """
         transport, asked = self._connection(client, model)
-        if not asked.plugin.was_asked:
-            await TeacherClient(transport, model, asked.plugin).discover()
+        await discovered(transport, model, asked)
         if asked.plugin.facts is None:
             raise InvalidAnswer(
                 f"{transport.origin} has no scoring plugin, and of a teacher with a tokenizer of "
@@ -313,9 +320,7 @@ class Requests:
                 server = OpenAITokenizer(transport, model)
                 compare = meeting.compare_with_student
                 await asyncio.to_thread(compare, transport.origin, server, lambda: server.window)
-            teacher = TeacherClient(transport, model, asked.plugin)
-            if not asked.plugin.was_asked:
-                await teacher.discover()
+            teacher = await discovered(transport, model, asked)
             # Shorter than the sequence, which fits into the server's window.
             prompt = within_head(token_ids, asked.plugin.vocab_size)[:-OWN_TOKENS] or token_ids[:1]
             own = await teacher.own_logprobs(prompt[:OWN_PROMPT])
@@ -374,10 +379,7 @@ class Requests:
         # A semaphore belongs to one event loop.
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
-            known = asked.plugin
-            teacher = TeacherClient(transport, model, known)
-            if not known.was_asked:
-                await teacher.discover()
+            teacher, known = await discovered(transport, model, asked), asked.plugin
             sequence = whole_sequence(token_ids, known.vocab_size, start, read)
             lacks = sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]
             if lacks and not asked.lacks_ids and (size := known.vocab_size) is not None:
