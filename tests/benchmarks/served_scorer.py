@@ -15,10 +15,10 @@ prefix cache and one without.
 ``--heads`` compares float32 heads (``prime-rl teacher``'s own) with rounded ones, by two servers in
 turns: the time of each K, and the median of its ratios. It needs a half-precision ``--dtype``.
 
+Two servers compute in their engines (``QUICK``): a worker polls on their core after a request.
+
 ``--runners first second`` asks two servers in turns, with each of vLLM's model runners. The second
 one's kernels are interpreted on a CPU: what they take says nothing of a GPU.
-
-Wide hidden states: ``--hidden 1024 --layers 1 --dtype bfloat16 --ks 1``.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from prime_composer.backends.alignment import make_rollout  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from tests.tiny_qwen import make_model  # noqa: E402
 from tests.vllm_process import (  # noqa: E402
+    QUICK,
     SECOND_RUNNER,
     TeacherProcess,
     VllmProcess,
@@ -109,27 +110,26 @@ def main() -> None:
             servers: list[VllmProcess] = []
             cores = sorted(os.sched_getaffinity(0))
             if not options.groups and not options.heads:
-                by_runner = {runner: serve(runner) for runner in options.runners}
+                quick = QUICK if len(options.runners) > 1 else ()
+                by_runner = {runner: serve(runner, *quick) for runner in options.runners}
                 os.sched_setaffinity(0, cores[-1:])
                 compare(by_runner, options)
                 return
             rounded = ["--hf-overrides", '{"head_dtype": "model"}']
             (runner,) = options.runners
-            serve(runner)
-            serve(runner, *(rounded if options.heads else ["--no-enable-prefix-caching"]))
+            serve(runner, *QUICK)
+            serve(runner, *QUICK, *(rounded if options.heads else ["--no-enable-prefix-caching"]))
             os.sched_setaffinity(0, cores[-1:])
             scorers = ServerScorer(servers[0].url), ServerScorer(servers[1].url)
             (compare_heads if options.heads else compare_groups)(scorers, options)
 
 
-def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
-    """Return rollouts of random tokens that train from ``start`` on, other ones for each seed."""
+def sequences(options: argparse.Namespace, seed: int) -> list[Any]:
+    """Return rollouts of random tokens that train from the second on, other ones for each seed."""
     generator = torch.Generator().manual_seed(seed)
     size = (options.sequences, options.tokens)
-    return [
-        make_rollout(ids[:start], ids[start:], [-1.0] * (len(ids) - start), "length", 0)
-        for ids in torch.randint(2, options.vocab, size, generator=generator).tolist()
-    ]
+    rows = torch.randint(2, options.vocab, size, generator=generator).tolist()
+    return [make_rollout(ids[:1], ids[1:], [-1.0] * len(ids[1:]), "length", 0) for ids in rows]
 
 
 def masked(rollouts: list[Any], share: float) -> list[Any]:
@@ -170,11 +170,11 @@ def compare(servers: dict[str, VllmProcess], options: argparse.Namespace) -> Non
     ]
     best: dict[str, tuple[float, float]] = {}
     for _, _, work in rows:
-        work(sequences(options, 1, 0))  # warm
+        work(sequences(options, 0))  # warm
     seeds = itertools.count(1)  # vLLM's prefix cache has none of a row's sequences
     for _ in range(options.rounds):
         for name, server, work in rows:
-            rollouts = sequences(options, 1, next(seeds))
+            rollouts = sequences(options, next(seeds))
             before, begin = cpu_seconds(server.process.pid), time.perf_counter()
             work(rollouts)
             seconds = time.perf_counter() - begin
@@ -216,7 +216,7 @@ def compare_heads(servers: Servers, options: argparse.Namespace) -> None:
     print(f"{'':<10}{'float32 us':>12}{'rounded us':>12}{'ratio':>8}  per token, best of each")
     for k in options.ks:
         _, *times = times_of(  # the first one warms
-            servers, options.rounds + 1, k, lambda: [sequences(options, 1, next(seeds))]
+            servers, options.rounds + 1, k, lambda: [sequences(options, next(seeds))]
         )
         ratio = statistics.median(first / second for first, second in times)
         best = "".join(f"{1e6 * min(each) / tokens:>12.1f}" for each in zip(*times, strict=True))
