@@ -465,17 +465,6 @@ def total_variation(p, q):
     return sum(abs(x - y) for x, y in zip(p, q, strict=True)) / 2
 
 
-def amid(p, q, alpha, skew, divergence):
-    a, lam = mpf(alpha), mpf(skew)
-    if a == 1:
-        r = [y**lam * x ** (1 - lam) for x, y in zip(p, q, strict=True)]
-    else:
-        g = (1 - a) / 2
-        r = [(lam * y**g + (1 - lam) * x**g) ** (1 / g) for x, y in zip(p, q, strict=True)]
-    named = {"p": p, "q": q, "r": [x / sum(r) for x in r]}
-    return kl(named[divergence[0]], named[divergence[-1]])
-
-
 def todi(p, q, at=None):
     """``at`` is the student of which the weights are taken, p itself by default."""
     total = mpf(0)
@@ -483,19 +472,6 @@ def todi(p, q, at=None):
         a = y / (y + fixed)
         total += a * y * mpmath.log(y / x) + (1 - a) * x * mpmath.log(x / y)
     return total
-
-
-def adaptive(p, q, head_mass, at=None, tail=False):
-    ids = sorted(range(len(q) - tail), key=lambda i: -q[i])
-    head, mass = [ids[0]], q[ids[0]]
-    for i in ids[1:]:
-        mass += q[i]
-        if mass > head_mass:
-            break
-        head.append(i)
-    gaps = [abs(y - x) for x, y in zip(at or p, q, strict=True)]
-    w = sum(gaps[i] for i in head) / sum(gaps)
-    return w * kl(q, p) + (1 - w) * kl(p, q)
 
 
 def jsd(p, q, beta):
@@ -561,30 +537,10 @@ CASES = {
         lambda p, q, n: D.total_variation(p, q, normalization=n),
         lambda p, q, **_: total_variation(p, q),
     ),
-    **{
-        f"amid {alpha} {skew} {divergence}": (
-            lambda p, q, n, a=alpha, s=skew, d=divergence: D.amid(
-                p, q, alpha=a, skew=s, divergence=d, normalization=n
-            ),
-            lambda p, q, a=alpha, s=skew, d=divergence, **_: amid(p, q, a, s, d),
-        )
-        for alpha, skew, divergence in [
-            (-3.0, 0.3, "q||r"), (-1.0, 0.7, "p||r"), (0.0, 0.5, "r||q"), (0.5, 0.2, "r||p"),
-            (1.0, 0.3, "q||r"), (1.0, 0.3, "r||p"), (1 - 1e-9, 0.4, "q||r"), (0.5, 1e-9, "q||r"),
-            (0.5, 1 - 1e-9, "p||r"),
-        ]
-    },
     "todi": (
         lambda p, q, n: D.todi(p, q, normalization=n),
         lambda p, q, at=None, **_: todi(p, q, at),
     ),
-    **{
-        f"adaptive_kl {mass}": (
-            lambda p, q, n, mass=mass: D.adaptive_kl(p, q, head_mass=mass, normalization=n),
-            lambda p, q, at=None, tail=False, mass=mass: adaptive(p, q, mass, at, tail),
-        )
-        for mass in (0.3, 0.8)
-    },
 }  # fmt: skip
 """Name: (ours, the reference over probabilities)."""
 
@@ -668,7 +624,7 @@ FAR = [([0.0, -87.4, -40.0], [-87.4, 0.0, -1.0]), ([-0.7, -0.7, -87.4], [-87.4, 
 NEAR = [([-2e-5, -11.0, -16.0], [-1.9e-5, -11.1, -16.2]), ([-1.0, -1.0 + 1e-7, 0], [-1.0, -1.0, 0])]
 """Logits of p and q. e^-87.4 is 1e-38, the smallest normal number of float32."""
 
-BOTH_SUMS = ("amid", "todi", "adaptive", "total", "skewed_forward 0.0", "skewed_reverse 0.0")
+BOTH_SUMS = ("todi", "total", "skewed_forward 0.0", "skewed_reverse 0.0")
 """Sums in which rounding does not cancel: their error is absolute."""
 
 
@@ -721,16 +677,12 @@ def test_recent_impossible_tokens_give_the_limit():
         "forward": lambda p, q: D.skewed_forward_kl(p, q, skew=0.3, normalization="full"),
         "reverse": lambda p, q: D.skewed_reverse_kl(p, q, skew=0.3, normalization="full"),
         "tv": lambda p, q: D.total_variation(p, q, normalization="full"),
-        "amid": lambda p, q: D.amid(
-            p, q, alpha=0.5, skew=0.3, divergence="q||r", normalization="full"
-        ),
     }
     expected = {
         "ab": hellinger,
         "forward": float(skewed_forward([0.5, 0.5, 1e-30], [0.5, 0.25, 0.25], 0.3)),
         "reverse": float(skewed_reverse([0.5, 0.5, 1e-30], [0.5, 0.25, 0.25], 0.3)),
         "tv": 0.25,
-        "amid": float(amid([0.5, 0.5, 1e-200], [0.5, 0.25, 0.25], 0.5, 0.3, "q||r")),
     }
     nothing = double([-math.inf])
     for name, fn in finite.items():
@@ -741,9 +693,9 @@ def test_recent_impossible_tokens_give_the_limit():
         assert fn(*both).item() == pytest.approx(expected[name], rel=1e-9), name
         assert autograd(lambda x: fn(x, both[1]), both[0]).isfinite().all(), name  # noqa: B023
     both = torch.cat([q, nothing]), torch.cat([double([0.2, 0.3, 0.5]).log(), nothing])
-    for name in ("todi", "adaptive_kl 0.3"):
-        assert CASES[name][0](*both, "full").isfinite(), name
-        assert autograd(lambda x: CASES[name][0](x, both[1], "full"), both[0]).isfinite().all()  # noqa: B023
+    todi = CASES["todi"][0]
+    assert todi(*both, "full").isfinite()
+    assert autograd(lambda x: todi(x, both[1], "full"), both[0]).isfinite().all()
 
 
 def test_recent_bad_knobs_are_refused_with_their_range():
@@ -760,35 +712,6 @@ def test_recent_bad_knobs_are_refused_with_their_range():
         for fn in (D.skewed_forward_kl, D.skewed_reverse_kl):
             with pytest.raises(ValueError, match=r"skew = .*\[0, 1\)"):
                 fn(p, q, skew=skew)
-    for alpha in (1.1, -math.inf, math.nan):
-        with pytest.raises(ValueError, match="alpha = .* at most 1"):
-            D.amid(p, q, alpha=alpha, skew=0.5, divergence="q||r")
-    with pytest.raises(ValueError, match=r"skew = 1.5 .*\[0, 1\]"):
-        D.amid(p, q, alpha=0.0, skew=1.5, divergence="q||r")
-    for skew, zero, other in ((0.0, "p", "q"), (1.0, "q", "p")):
-        for divergence in (f"{zero}||r", f"r||{zero}"):
-            with pytest.raises(ValueError, match=f"makes r = {zero}, .* identically 0"):
-                D.amid(p, q, alpha=0.0, skew=skew, divergence=divergence)
-        assert D.amid(p, q, alpha=0.0, skew=skew, divergence=f"{other}||r") > 0
-    for mass in (0.0, 1.0):
-        with pytest.raises(ValueError, match="head_mass = .* between 0 and 1"):
-            D.adaptive_kl(p, q, head_mass=mass)
-
-
-def test_adaptive_head_always_has_the_first_and_no_tail():
-    # q = (.6, .1 | .3), p = (.3, .2 | .5). Head {0}: w = .3/(.3 + .1 + .2) = 1/2.
-    p, q = double([0.3, 0.2]).log(), double([0.6, 0.1]).log()
-    half = 0.5 * (D.forward_kl(p, q) + D.reverse_kl(p, q)).item()
-    assert D.adaptive_kl(p, q, head_mass=0.5).item() == pytest.approx(half, rel=1e-12)
-    # The tail's .3 would still fit below .95. Head {0, 1}: w = .4/.6.
-    w = 2 / 3
-    expected = w * D.forward_kl(p, q).item() + (1 - w) * D.reverse_kl(p, q).item()
-    assert D.adaptive_kl(p, q, head_mass=0.95).item() == pytest.approx(expected, rel=1e-12)
-    # Less than the mean mass of 1/6 may still be in the head. Head {0, 1}: w = (.4 + .2)/.8.
-    p, q = double([0.1, 0.3, *[0.15] * 4]).log(), double([0.5, *[0.1] * 5]).log()
-    kl = [f(p, q, "full").item() for f in (D.forward_kl, D.reverse_kl)]
-    found = D.adaptive_kl(p, q, head_mass=0.69, normalization="full").item()
-    assert found == pytest.approx(0.75 * kl[0] + 0.25 * kl[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("normalization", [*NORMALIZATIONS, "generalized"])
@@ -808,7 +731,6 @@ def test_the_teacher_never_gets_a_gradient(normalization):
 def authors(name):
     """Return our function for an entry of the golden file, of log-probs on the full vocabulary."""
     kind, *knobs = name.split()
-    orders = {"pr": "q||r", "qr": "p||r", "rp": "r||q", "rq": "r||p"}
     return {
         "alpha_beta": lambda p, q: D.alpha_beta_divergence(
             p, q, alpha=float(knobs[0]), beta=float(knobs[1]), normalization="full"
@@ -820,12 +742,6 @@ def authors(name):
             p, q, skew=float(knobs[0]), normalization="full"
         ),
         "total_variation": lambda p, q: D.total_variation(p, q, normalization="full"),
-        "amid": lambda p, q: D.amid(
-            p, q, alpha=float(knobs[0]), skew=0.3, divergence=orders[knobs[1]], normalization="full"
-        ),
-        "adaptive_kl": lambda p, q: D.adaptive_kl(
-            p, q, head_mass=float(knobs[0]), normalization="full"
-        ),
         "todi": lambda p, q: D.todi(p, q, normalization="full"),
     }[kind]
 
@@ -862,10 +778,6 @@ def skewed(p, q, n, forward, reverse):
     )
 
 
-def assistant(p, q, n, alpha, skew, divergence):
-    return D.amid(p, q, alpha=alpha, skew=skew, divergence=divergence, normalization=n)
-
-
 def coupled(p, q, n):
     """Yield pairs that are equal by the table of losses/README.md."""
     yield ab(p, q, n, 1.0, 0.0), D.forward_kl(p, q, n)
@@ -875,12 +787,8 @@ def coupled(p, q, n):
             yield ab(p, q, n, a + da, b + db), ab(p, q, n, a, b)
     for share in (0.1, 0.5, 0.8):
         forward, reverse = skewed(p, q, n, share, 1 - share)
-        yield assistant(p, q, n, -1.0, share, "q||r"), forward
-        yield assistant(p, q, n, -1.0, share, "p||r"), reverse
         jsd_of_both = share * forward + (1 - share) * reverse
         yield jsd_of_both, D.generalized_jsd(p, q, share, n)
-    for t in (0.4, 0.7, 1.0):
-        yield assistant(p, q, n, 1.0, t, "r||p"), D.taid(p, q, t, n, "kl")
     yield D.todi(p, q, normalization=n), D.forward_kl(p, q, n) + D.reverse_kl(p, q, n)
 
 

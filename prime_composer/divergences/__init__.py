@@ -34,7 +34,6 @@ outside S is a target. ``renorm`` (arXiv 2603.25562) leaves the mass outside S f
 ``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). ``raw`` has the gradient of P itself at p = q.
 """
 
-from prime_composer.divergences.adaptive import adaptive_kl, todi
 from prime_composer.divergences.alpha_beta import alpha_beta_divergence, total_variation
 from prime_composer.divergences.base import (
     MAX_LOG_MASS,
@@ -57,22 +56,17 @@ from prime_composer.divergences.kl import (
     reverse_kl,
     taid,
     taid_target,
+    todi,
 )
 from prime_composer.divergences.skewed import (
-    AMiDDivergence,
-    amid,
-    refuse_amid,
     skewed_forward_kl,
     skewed_reverse_kl,
 )
 
 __all__ = [
     "MAX_LOG_MASS",
-    "AMiDDivergence",
     "Normalization",
-    "adaptive_kl",
     "alpha_beta_divergence",
-    "amid",
     "entropy",
     "forward_kl",
     "generalized_jsd",
@@ -84,7 +78,6 @@ __all__ = [
     "log1mexp",
     "log_tail_mass",
     "outcomes",
-    "refuse_amid",
     "refuse_biased",
     "renormalized",
     "reverse_kl",

@@ -1,4 +1,4 @@
-"""KL divergences in both directions, their generalized Jensen-Shannon mixture, and TAID."""
+"""KL divergences in both directions, their sums and Jensen-Shannon mixture, and TAID."""
 
 import math
 from typing import Literal
@@ -195,3 +195,25 @@ def kls_and_entropy(
     if with_reverse:
         values.append(reverse_kl(p, q, normalization))
     return torch.stack(values, dim=-1)
+
+
+def todi(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    *,
+    normalization: Normalization = "tail",
+) -> Float[Tensor, "*pos"]:
+    """Return ToDi per position: forward KL where the student is too low, reverse KL elsewhere.
+
+        sum_v a_v q_v log q_v/p_v + (1 - a_v) p_v log p_v/q_v,    a_v = sg sigmoid(log q_v/p_v)
+
+    The value is forward KL plus reverse KL, because a = q/(p + q). The gradient is not theirs: for
+    log p_j it is -a_j q_j + (1 - a_j) p_j (log p_j/q_j + 1), the weights held fixed. p = q is
+    stationary.
+
+    Source: ToDi (2025), https://arxiv.org/abs/2505.16297.
+    """
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
+    gap = torch.where(p == q, 0.0, q - p).detach()  # -inf - -inf is NaN
+    forward, reverse = torch.sigmoid(gap), torch.sigmoid(-gap)
+    return (forward * kl_terms(q, p) + reverse * kl_terms(p, q)).sum(-1)

@@ -1,7 +1,6 @@
-"""Divergences from a mixture of student and teacher: skewed KL, and AMiD's assistant."""
+"""Skewed KL divergences: from a mixture of student and teacher."""
 
 import math
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -9,8 +8,6 @@ from torch import Tensor
 
 from prime_composer.divergences.base import Normalization, kl_terms, outcomes, with_slope
 from prime_composer.divergences.kl import forward_kl, reverse_kl
-
-AMiDDivergence = Literal["q||r", "p||r", "r||q", "r||p"]
 
 CLOSE = 0.3  # Ratio minus 1 below which the series of ``excess`` is used
 
@@ -117,75 +114,3 @@ def _mixture(
 ) -> Float[Tensor, "*pos n"]:
     """Return log(share exp(b) + (1 - share) exp(a))."""
     return torch.logaddexp(a + math.log1p(-share), b + math.log(share))
-
-
-def unnormalized_assistant(
-    student_logprobs: Float[Tensor, "*pos"],
-    teacher_logprobs: Float[Tensor, "*pos"],
-    alpha: float,
-    skew: float,
-) -> Float[Tensor, "*pos"]:
-    """Return log r of AMiD's assistant up to its normalization, per outcome, with the gradient.
-
-        r ∝ (skew q^g + (1 - skew) p^g)^(1/g),    g = (1 - alpha)/2,    alpha = 1: q^skew p^(1-skew)
-
-    Its derivative for log p_j is the student's share of the sum.
-    """
-    if skew in (0, 1):  # log 0
-        return teacher_logprobs if skew else student_logprobs
-    p, q = student_logprobs.detach(), teacher_logprobs
-    g = (1 - alpha) / 2
-    gap = g * torch.where(p == q, 0.0, q - p)  # -inf - -inf is NaN
-    close = gap.abs() < 1
-    if g == 0:
-        values = (1 - skew) * p + skew * q
-    else:
-        step = torch.log1p(skew * torch.expm1(torch.where(close, gap, 0.0)))
-        values = torch.where(close, p + step / g, _mixture(g * p, g * q, skew) / g)
-    slope = torch.sigmoid(math.log1p(-skew) - math.log(skew) - gap)
-    return with_slope(student_logprobs, values, slope)
-
-
-def amid(
-    student_logprobs: Float[Tensor, "*pos k"],
-    teacher_logprobs: Float[Tensor, "*pos k"],
-    *,
-    alpha: float,
-    skew: float,
-    divergence: AMiDDivergence,
-    normalization: Normalization = "tail",
-) -> Float[Tensor, "*pos"]:
-    """Return a KL divergence per position between one of the two and AMiD's assistant r.
-
-    ``unnormalized_assistant`` has the formula of r. ``divergence`` is the order: "q||r", "p||r",
-    "r||q" or "r||p". The gradient flows through r too. alpha = -1 mixes probabilities, as the
-    skewed KLs do, and alpha = 1 mixes log-probs, as TAID does. p = q is stationary.
-
-    Source: AMiD (2025), https://arxiv.org/abs/2510.15982. Its p is the teacher and its q the
-    student, so that its "pr" is "q||r" here.
-    """
-    refuse_amid(alpha, skew, divergence)
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    r = torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)
-    pairs = {"q||r": (q, r), "p||r": (p, r), "r||q": (r, q), "r||p": (r, p)}
-    return kl_terms(*pairs[divergence]).sum(-1)
-
-
-def refuse_amid(alpha: float, skew: float, divergence: str) -> None:
-    """Refuse knobs outside AMiD's domain, or with which nothing is learned."""
-    if not -math.inf < alpha <= 1:
-        raise ValueError(
-            f"alpha = {alpha}: the assistant distribution is defined for a finite alpha of at most "
-            "1. -1 mixes probabilities, 1 mixes log-probs."
-        )
-    if not 0 <= skew <= 1:
-        raise ValueError(f"skew = {skew} is the teacher's share in r: it has to be in [0, 1].")
-    if divergence not in get_args(AMiDDivergence):
-        choices = ", ".join(get_args(AMiDDivergence))
-        raise ValueError(f"divergence {divergence!r} is not defined here; choose one of {choices}.")
-    if skew in (0, 1) and ("q" if skew else "p") in divergence:
-        same = "q" if skew else "p"
-        raise ValueError(
-            f"skew = {skew} makes r = {same}, and {divergence} is identically 0. "
-            "Choose a skew between 0 and 1."
-        )

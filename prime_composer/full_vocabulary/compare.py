@@ -12,7 +12,6 @@ from torch import Tensor
 from prime_composer.contract import Support, TwoHeads, given
 from prime_composer.divergences import (
     Normalization,
-    adaptive_kl,
     alpha_beta_divergence,
     forward_kl,
     generalized_jsd,
@@ -24,7 +23,6 @@ from prime_composer.divergences import (
     todi,
     total_variation,
 )
-from prime_composer.divergences.adaptive import head_share
 from prime_composer.full_vocabulary.heads import by_teachers, check
 from prime_composer.full_vocabulary.kernel import kls
 from prime_composer.full_vocabulary.sums import sum_over_ids
@@ -67,8 +65,6 @@ def compare(
 
 def _of_group(heads: TwoHeads, divergence: Callable[..., Tensor], knobs: dict[str, Any]) -> Tensor:
     """Return a divergence of two heads all of whose rows count, for the same teachers."""
-    if divergence is adaptive_kl:
-        return _adaptive_kl(heads, **knobs)
     sizes = {side.size for side in heads.sides}
     if heads.teacher_weights is None and not heads.merged:
         if divergence in KERNELS:
@@ -102,15 +98,6 @@ def _kls_and_entropy(heads: TwoHeads, with_reverse: bool = True) -> Tensor:
     result = kls(heads, reverse=with_reverse, forward=True)
     values = result.forward, result.target_entropy, result.reverse
     return torch.stack([x for x in values if x is not None], dim=-1)
-
-
-def _adaptive_kl(heads: TwoHeads, head_mass: float) -> Tensor:
-    """Return AKL from both KLs. The share that weights them takes two more matrix products."""
-    has_bucket = len({side.size for side in heads.sides}) > 1
-    with torch.no_grad():
-        share = by_token_blocks(heads, lambda _, p, q: head_share(p, q, head_mass, has_bucket))
-    forward, _, reverse = _of_group(heads, kls_and_entropy, {}).unbind(-1)
-    return share * forward + (1 - share) * reverse
 
 
 KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {

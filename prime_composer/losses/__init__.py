@@ -28,9 +28,7 @@ from prime_composer.losses.registry import (
 
 # Each import registers losses, and this is the order of the table.
 from prime_composer.losses.divergence_losses import (
-    AdaptiveKLLossConfig as AdaptiveKLLossConfig,
     AlphaBetaLossConfig as AlphaBetaLossConfig,
-    AMiDLossConfig as AMiDLossConfig,
     GeneralizedJSDLossConfig as GeneralizedJSDLossConfig,
     SkewedKLLossConfig as SkewedKLLossConfig,
     ToDiLossConfig as ToDiLossConfig,

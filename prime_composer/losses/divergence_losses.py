@@ -276,75 +276,6 @@ class ToDiLossConfig(DistributionLossConfig):
         return divergences.todi, {}
 
 
-class AMiDLossConfig(DistributionLossConfig):
-    """KL to or from an assistant distribution between both (AMiD).
-
-        KL(q || r), KL(p || r), KL(r || q) or KL(r || p)
-        r ∝ (skew q^g + (1 - skew) p^g)^(1/g),    g = (1 - alpha)/2,    alpha = 1: q^skew p^(1-skew)
-
-    The gradient flows through r. alpha = -1 mixes probabilities, and "q||r" is then ``skewed_kl``
-    forward with the same skew. alpha = 1 mixes log-probs, as TAID does. A larger alpha moves r
-    towards the tokens that both find probable.
-
-    Reference: AMiD (2025), https://arxiv.org/abs/2510.15982, and aailab-kaist/AMiD a963105. Its
-    "pr" is "q||r" here, because its p is the teacher. The defaults are that code's.
-    """
-
-    type: Literal["amid"] = "amid"
-
-    examples: ClassVar[tuple[Knobs, ...]] = (
-        {},
-        {"alpha": 1.0, "skew": 0.3, "divergence": "r||p", "normalization": "renorm", "k": 8},
-        {"alpha": -3.0, "divergence": "r||q", "normalization": "full", "k": "full"},
-    )
-
-    alpha: float = Field(0.5, le=1)
-    """Shape of the mixture: -1 mixes probabilities, 1 mixes log-probs."""
-
-    skew: float = Field(0.5, ge=0, le=1)
-    """The teacher's share in r."""
-
-    divergence: divergences.AMiDDivergence = "q||r"
-    """Which KL is minimized: q is the teacher, p the student, r the assistant."""
-
-    @model_validator(mode="after")
-    def _teaches_something(self) -> "AMiDLossConfig":
-        divergences.refuse_amid(self.alpha, self.skew, self.divergence)
-        return self
-
-    def measure(self) -> tuple[Callable[..., Tensor], Knobs]:
-        knobs = {"alpha": self.alpha, "skew": self.skew, "divergence": self.divergence}
-        return divergences.amid, knobs
-
-
-class AdaptiveKLLossConfig(DistributionLossConfig):
-    """Adaptive KL (AKL): forward KL by the gap in the teacher's head.
-
-        w KL(q || p) + (1 - w) KL(p || q),    w = sg (sum_head |q - p| / sum |q - p|)
-
-    The head is the teacher's most probable tokens up to a mass of ``head_mass``, the first one
-    always. A tail bucket never belongs to it. w is one number per position.
-
-    Reference: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
-    Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be.
-    """
-
-    type: Literal["adaptive_kl"] = "adaptive_kl"
-
-    examples: ClassVar[tuple[Knobs, ...]] = (
-        {},
-        {"head_mass": 0.8, "normalization": "renorm", "k": 8},
-        {"head_mass": 0.6, "normalization": "full", "k": "full"},
-    )
-    surrogate: ClassVar[bool] = True
-
-    head_mass: float = Field(0.5, gt=0, lt=1)
-    """Cumulated mass of the teacher up to which a token belongs to the head."""
-
-    def measure(self) -> tuple[Callable[..., Tensor], Knobs]:
-        return divergences.adaptive_kl, {"head_mass": self.head_mass}
-
-
 for _config in (
     TopKReverseKLLossConfig,
     TopKForwardKLLossConfig,
@@ -353,7 +284,5 @@ for _config in (
     SkewedKLLossConfig,
     TotalVariationLossConfig,
     ToDiLossConfig,
-    AMiDLossConfig,
-    AdaptiveKLLossConfig,
 ):
     register(_config)(divergence_loss_fn)

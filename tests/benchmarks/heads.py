@@ -32,7 +32,6 @@ import torch
 
 from prime_composer.contract import Logits, TwoHeads
 from prime_composer.divergences import (
-    adaptive_kl,
     forward_kl,
     generalized_jsd,
     reverse_kl,
@@ -46,14 +45,13 @@ from prime_composer.lm_head import selected_logprobs
 from tests.benchmarks.turns import peak_mib
 
 K = 32
-BETA, T, TOP_MASS = 0.5, 0.4, 0.5
+BETA, T = 0.5, 0.4
 LOG_PROBS = "log-probs"
 DIVERGENCES = {
     "reverse_kl": (reverse_kl, {}),
     "forward_kl": (forward_kl, {}),
     "taid": (taid, {"t": T, "form": "kl"}),
     "generalized_jsd": (generalized_jsd, {"beta": BETA}),
-    "adaptive_kl": (adaptive_kl, {"head_mass": TOP_MASS}),
 }
 OBJECTIVES = (LOG_PROBS, *DIVERGENCES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,11 +74,9 @@ class Step:
         self.teacher_hidden, self.teacher_weight = model(options.teacher_width or options.width)
         self.divergence, self.knobs = DIVERGENCES.get(objective, (None, {}))
         self.forward_blocks = [BLOCKS[options.device]]
-        if self.divergence in (generalized_jsd, adaptive_kl):
-            plan = blocks_of(self.heads())
-            self.forward_blocks.insert(0, (plan.token_block, plan.chunk))
         if self.divergence is generalized_jsd:
-            self.forward_blocks.pop()
+            plan = blocks_of(self.heads())
+            self.forward_blocks = [(plan.token_block, plan.chunk)]
 
     def heads(self) -> TwoHeads:
         teacher = Logits(self.teacher_hidden, self.teacher_weight)
@@ -123,8 +119,6 @@ class Step:
         elif self.objective == "taid":
             target = torch.log_softmax((1 - T) * p.detach() + T * q, dim=-1)
             value = (target.exp() * (target - p)).sum(-1)
-        elif self.objective == "adaptive_kl":
-            value = adaptive_kl(p, q, head_mass=TOP_MASS, normalization="full")
         else:
             m = torch.log(BETA * q.exp() + (1 - BETA) * p.exp())
             value = (BETA * q.exp() * (q - m) + (1 - BETA) * p.exp() * (p - m)).sum(-1)

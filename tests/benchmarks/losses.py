@@ -47,8 +47,6 @@ LOSSES = {
     "skewed_kl": {"k": K},
     "total_variation": {"k": K},
     "todi": {"k": K},
-    "amid": {"k": K},
-    "adaptive_kl": {"k": K},
     "topk_reverse_kl all modifiers": {
         "k": K,
         "special_tokens": {"ids": [1, 2, 3]},

@@ -87,10 +87,7 @@ def test_no_counted_row_on_a_gpu_has_a_zero_gradient(device, dtype, sizes):
 
 
 def test_two_heads_do_not_wait_for_the_gpu(device, sizes):
-    """Without a mask and without ids to check, nothing is read on the host.
-
-    ``adaptive_kl`` does: it asks which ids can be in the teacher's head.
-    """
+    """Without a mask and without ids to check, nothing is read on the host."""
     student, teacher = sides(device, torch.float32, sizes)
     heads = TwoHeads(Logits(*student), (Logits(*teacher),))
 

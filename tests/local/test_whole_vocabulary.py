@@ -227,7 +227,7 @@ def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None
 
 @pytest.mark.parametrize(
     ("name", "key"),
-    [("topk_reverse_kl", "topk_reverse_kl/kl"), ("adaptive_kl", "adaptive_kl/divergence")],
+    [("topk_reverse_kl", "topk_reverse_kl/kl"), ("todi", "todi/divergence")],
 )
 def test_run_by_hidden_states_equals_a_run_on_all_ids(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str

@@ -21,7 +21,6 @@ TESTS = {
     "divergences/estimators.py": ["tests/test_divergences.py"],
     "divergences/alpha_beta.py": ["tests/test_divergences.py"],
     "divergences/skewed.py": ["tests/test_divergences.py"],
-    "divergences/adaptive.py": ["tests/test_divergences.py"],
     "lm_head.py": ["tests/test_lm_head.py"],
     "full_vocabulary/blocks.py": ["tests/test_contract.py", "tests/test_full_vocabulary.py"],
     "full_vocabulary/compare.py": [
@@ -123,7 +122,7 @@ TAPE_ANSWERS, TAPE_SCORER = "teachers/tape/answers.py", "teachers/tape/scorer.py
 TAPE_STORE = "teachers/tape/store.py"
 BASE, KL = "divergences/base.py", "divergences/kl.py"
 ESTIMATORS, AB = "divergences/estimators.py", "divergences/alpha_beta.py"
-SKEWED, ADAPTIVE = "divergences/skewed.py", "divergences/adaptive.py"
+SKEWED = "divergences/skewed.py"
 REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
@@ -263,57 +262,17 @@ MUTANTS: dict[str, Mutant] = {
         ("kl_terms(log_p, m) + (1 - skew) * difference", "kl_terms(log_p, m)"),
     ),
     "skew of one allowed": mutant(SKEWED, "refuse_skew", ("0 <= skew < 1", "0 <= skew <= 1")),
-    "amid shares swapped": mutant(
-        SKEWED, "unnormalized_assistant",
-        ("p + step / g", "q + step / g"),
-        ("_mixture(g * p, g * q, skew)", "_mixture(g * q, g * p, skew)"),
-    ),
-    "amid exponent without its half": mutant(
-        SKEWED, "unnormalized_assistant", ("(1 - alpha) / 2", "1 - alpha")
-    ),
-    "amid holds the assistant fixed": mutant(
-        SKEWED, "amid",
-        ("torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)",
-         "torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1).detach()"),
-    ),
-    "amid orders swapped": mutant(
-        SKEWED, "amid", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
-    ),
-    "amid not normalized": mutant(
-        SKEWED, "amid",
-        ("torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)",
-         "unnormalized_assistant(p, q, alpha, skew)"),
-    ),
     "todi weights keep their gradient": mutant(
-        ADAPTIVE, "todi",
+        "divergences/kl.py", "todi",
         ("torch.where(p == q, 0.0, q - p).detach()", "torch.where(p == q, 0.0, q - p)"),
     ),
     "todi weights swapped": mutant(
-        ADAPTIVE, "todi",
+        "divergences/kl.py", "todi",
         ("forward * kl_terms(q, p) + reverse * kl_terms(p, q)",
          "reverse * kl_terms(q, p) + forward * kl_terms(p, q)"),
     ),
     "todi of two impossible tokens is NaN": mutant(
-        ADAPTIVE, "todi", ("torch.where(p == q, 0.0, q - p)", "q - p")
-    ),
-    "adaptive weight on the other KL": mutant(
-        ADAPTIVE, "adaptive_kl",
-        ("weight * forward + (1 - weight) * reverse", "(1 - weight) * forward + weight * reverse"),
-    ),
-    "adaptive weight keeps its gradient": mutant(
-        ADAPTIVE, "adaptive_kl",
-        ("head_share(p.detach(), q, head_mass, _T)", "head_share(p, q, head_mass, _T)"),
-    ),
-    "adaptive head may be empty": mutant(
-        ADAPTIVE, "head_share", ("in_head[..., :1] = True", "pass")
-    ),
-    "adaptive head may have the tail": mutant(
-        ADAPTIVE, "head_share", ("masses, gaps = masses[..., :-1], gaps[..., :-1]", "pass")
-    ),
-    "adaptive head of the least probable": mutant(
-        ADAPTIVE, "head_share",
-        ("masses.sort(dim=-1, descending=True, stable=True)",
-         "masses.sort(dim=-1, stable=True)"),
+        "divergences/kl.py", "todi", ("torch.where(p == q, 0.0, q - p)", "q - p")
     ),
     # reductions and the contract
     "mean for sum": mutant(
@@ -673,10 +632,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "token blocks: the bucket without its floor": mutant(
         "full_vocabulary/token_blocks.py", "_floored", ("not plan.has_bucket", "True")
-    ),
-    "top of adaptive kl has the bucket": mutant(
-        "full_vocabulary/compare.py", "_adaptive_kl",
-        ("head_share(p, q, head_mass, has_bucket)", "head_share(p, q, head_mass, False)"),
     ),
     "teachers without a weight take part": mutant(
         "full_vocabulary/heads.py", "by_teachers", ("weights > 0", "weights >= 0")

@@ -163,7 +163,6 @@ BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
         ({"loss": TOP_K, "rewards": "beside"}, 4, "beside", None),
         ({"loss": {**TOP_K, "asked_by": "trainer"}}, 4, None, "trainer"),
         ({"loss": FULL}, 0, None, "trainer"),
-        ({"loss": {"type": "adaptive_kl", "k": "full"}}, 0, None, "trainer"),
         ({"loss": BOTH_KINDS}, 4, "in_loss", "trainer"),
         ({"loss": {"type": scheduled_loss.MARGIN, "k": "full"}}, 0, None, "trainer"),
     ],
