@@ -22,6 +22,7 @@ REMOVED: dict[str, str] = {
     **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; answers are greedy"),
     **dict.fromkeys(("data.answer_check", "environments.NAME.answer_check"), "call it metric"),
     "environments.NAME.api": "leave it out; each is of verifiers' API v1",
+    "PRIME_COMPOSER.rewards": "leave it out; for one loss of both use compose, or [loss.rl_mix]",
     "PRIME_COMPOSER.scores": "leave it out; a teacher gives the ids that are most probable to it",
 }
 """Key of a recipe (NAME: any), ``loss.type=NAME``, ``VARIABLE.KEY`` of its JSON -> what instead."""

@@ -124,7 +124,7 @@ def resolve_settings(config: Any) -> None:
     loss = parse_loss_table(table)
     replays = at(config, "orchestrator.train.sampling.top_p") is not None
     settings = settings.derived(loss, config=config, names_loss=in_file, replays=replays)
-    if settings.rewards:
+    if loss.reads_rewards_and_teacher:
         require_road("rl")
     if loss.reads_hidden_states:
         require_road("full")

@@ -77,14 +77,8 @@ def inputs(run: LaunchedRun) -> Iterator[str]:
 
 def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:
     """rl tokens have a loss of their own, and one of both kinds is called on rl tokens."""
-    beside, compares = run.settings.rewards == "beside", run.loss.compares_with_teacher
-    if run.names_loss and beside and run.config is not None:
-        yield (
-            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, '
-            "and this run names ours there. For one loss of rewards and a teacher use compose, or "
-            "rl_mix of any loss."
-        )
-    if not run.names_loss and (run.settings.rewards == "in_loss" or not compares):
+    loss = run.loss
+    if not run.names_loss and (loss.reads_rewards_and_teacher or not loss.compares_with_teacher):
         yield (
             f"{SWITCH} names {run.loss.type!r}, a loss of rl tokens. Those are set in "
             '[trainer.loss]: write type = "custom", import_path = '
@@ -93,19 +87,9 @@ def place_of_the_loss(run: LaunchedRun) -> Iterator[str]:
 
 
 def rewards(run: LaunchedRun) -> Iterator[str]:
-    """What rewards do follows from the loss, but for a second loss beside it."""
-    reads_both, given = run.loss.reads_rewards_and_teacher, run.settings.rewards
-    if (given == "in_loss" and not reads_both) or (
-        given == "beside" and (reads_both or not run.loss.compares_with_teacher)
-    ):
-        reads = "rewards and a teacher" if given == "in_loss" else "a teacher and no rewards"
-        yield (
-            f'{SWITCH}: rewards = "{given}" is for a loss that reads {reads}, and '
-            f"{run.loss.type!r} is none. Leave rewards out."
-        )
-    for path, table in run.train_tables():
-        least = at(table, "min_abs_advantage")
-        if given == "in_loss" and least:
+    """A loss of both trains on tokens without an advantage too."""
+    for path, table in run.train_tables() if run.loss.reads_rewards_and_teacher else ():
+        if least := at(table, "min_abs_advantage"):
             yield (
                 f"{run.label} reads rewards and a teacher, and {path}.min_abs_advantage = {least} "
                 "takes tokens with small advantages out of it, the teacher's part with them: set "
@@ -146,7 +130,7 @@ def tokenizers(run: LaunchedRun) -> Iterator[str]:
     own = (
         'A teacher with a tokenizer of its own (teacher_tokenizers, of a recipe tokenizer = "own")'
     )
-    if run.settings.rewards == "in_loss":
+    if run.loss.reads_rewards_and_teacher:
         yield (
             f"{own} has no score of some tokens, and {run.label} reads rewards and a teacher for "
             "each of them: use a loss of the teacher alone."

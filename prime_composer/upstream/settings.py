@@ -93,10 +93,9 @@ class AdapterSettings(Table):
     teachers_mixed: bool = False
     """The adapter mixes or routes this run's teachers, so the orchestrator cannot do without it."""
 
-    rewards: Literal["in_loss", "beside"] | None = None
-    """What the rewards of rollouts do that a teacher scores. "in_loss": our loss reads them.
-    "beside": prime-rl's own rl loss reads them, for the same tokens. None: nothing. A process
-    derives "in_loss" from the loss."""
+    reads_rewards: bool = False
+    """Whether the loss reads the rewards of rollouts that a teacher scores. A process derives it
+    from the loss."""
 
     asked_by: Literal["orchestrator", "trainer"] | None = None
     """Who asks the teachers. None: the trainer where the loss reads hidden states, otherwise the
@@ -174,19 +173,18 @@ class AdapterSettings(Table):
         return {SWITCH: json.dumps(values) if values else "1"}
 
     def derived(self, loss: Any, section: str = SECTION, **run: Any) -> "AdapterSettings":
-        """Return the settings with K, what the rewards do, and who asks, as the loss has it.
+        """Return the settings with K, whether rewards count, and who asks, as the loss has it.
 
         What does not go together is refused. ``run`` has further fields of
         ``refusals.LaunchedRun``: prime-rl's config, where there is one.
         """
         from prime_composer.upstream.refusals import LaunchedRun, refuse
 
-        in_loss = "in_loss" if loss.reads_rewards_and_teacher else None
         trainer = "trainer" if loss.reads_hidden_states else None
         settings = self.model_copy(
             update={
                 "k": wire_support_size(loss, section),
-                "rewards": self.rewards or in_loss,
+                "reads_rewards": loss.reads_rewards_and_teacher,
                 "asked_by": self.asked_by or trainer,
             }
         )

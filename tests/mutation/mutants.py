@@ -728,9 +728,6 @@ MUTANTS: dict[str, Mutant] = {
         ORCHESTRATOR, "hook_stamps.stamp_loss_routing",
         ("distilled and settings.loss is not None and sample.ref_logprobs is None", "False"),
     ),
-    "hooks: stamps not judged": mutant(
-        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.samples and (not MADE.stamps)", "False"),
-    ),
     "hooks: ids that sampling kept accepted": mutant(
         "upstream/trainer/batches.py", "refuse_sampling_mask",
         ("given.get(name) is not None", "False"),

@@ -42,7 +42,7 @@ BOTH = {"type": "topk_reverse_kl", "k": 2, "rl_mix": {"kd": 0.5}}
 SAMPLED = {"type": "sampled_reverse_kl"}
 IN_FILE = {
     "a loss": ({"type": "topk_reverse_kl", "k": "16"}, {"k": 16}),
-    "a loss of rewards": (BOTH, {"k": 2, "rewards": "in_loss"}),
+    "a loss of rewards": (BOTH, {"k": 2, "reads_rewards": True}),
     "settings": ({**SAMPLED, "adapter": "true", "head_on": "cpu"},
                  {"k": 0, "teachers_mixed": True, "head_on": "cpu"}),
     "tokenizers": ({**SAMPLED, "teacher_tokenizers": {"m3": "d"}},
@@ -63,13 +63,12 @@ def test_resolve_passes_the_loss_of_the_file_on(name):
     assert config.trainer.loss.kwargs == table
 
 
-@pytest.mark.parametrize("more", [{}, {"rewards": "beside"}])
-def test_resolve_passes_the_loss_of_the_variable_on(monkeypatch, more):
-    """Beside prime-rl's own rl loss, for other tokens or for the same ones."""
+def test_resolve_passes_the_loss_of_the_variable_on(monkeypatch):
+    """Beside prime-rl's own rl loss, for other tokens."""
     table = {"type": "topk_reverse_kl", "k": 3}
-    monkeypatch.setenv(SWITCH, json.dumps({"loss": table, **more}))
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": table}))
     launcher_hook.resolve_settings(launcher_config())
-    assert AdapterSettings.from_env() == resolved(loss=table, k=3, **more)
+    assert AdapterSettings.from_env() == resolved(loss=table, k=3)
 
 
 @pytest.mark.parametrize("key,texts", [("special_tokens", "strings"), ("stops", "texts")])

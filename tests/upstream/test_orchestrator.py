@@ -100,12 +100,6 @@ class Refusal(Exception):
 
 
 @pytest.fixture(autouse=True)
-def samples_of_another_process(monkeypatch):
-    """Nothing has been made in this process."""
-    monkeypatch.setattr(hooks, "MADE", hooks.Made())
-
-
-@pytest.fixture(autouse=True)
 def servers_without_the_plugin(monkeypatch):
     """The scoring plugin has tests of its own, in test_orchestrator_plugin.py."""
 
@@ -350,12 +344,10 @@ def test_routing_hook_keeps_the_support_behind_a_hint():
 NAN = [math.nan] * 3
 STAMPED = [
     # rewards, algorithm: rl weights, ref_kl weights, scores, an advantage of 0
-    (None, "ref_kl", [0.0] * 3, [1.0] * 3, OWN, 0.0),
-    ("in_loss", "ref_kl", None, None, OWN, 2.0**-100),
-    ("beside", "ref_kl", None, [1.0] * 3, OWN, 0.0),
-    (None, "rl", None, None, None, 0.0),
-    ("in_loss", "rl", None, None, NAN, 2.0**-100),
-    ("beside", "rl", None, None, None, 0.0),
+    (False, "ref_kl", [0.0] * 3, [1.0] * 3, OWN, 0.0),
+    (True, "ref_kl", None, None, OWN, 2.0**-100),
+    (False, "rl", None, None, None, 0.0),
+    (True, "rl", None, None, NAN, 2.0**-100),
 ]
 
 
@@ -366,7 +358,7 @@ def test_stamps_send_tokens_to_their_losses(
     """Where rewards are in the loss, a sample without a teacher is marked with NaN, and an
     advantage of 0 keeps its token in the rl loss.
     """
-    switch(TOP_2, 2, rewards=rewards)
+    switch(TOP_2, 2, reads_rewards=rewards)
 
     def stamp_loss_routing(sample, action_loss_type):
         if action_loss_type == "ref_kl":
@@ -473,19 +465,10 @@ def test_sample_that_a_teacher_should_have_scored_ends_the_run(switch):
     stamp(Sample(), "ref_kl")  # prime-rl's own losses
 
 
-def test_samples_never_stamped_end_the_run_at_the_next_group(switch):
-    """Their tokens would lack their rewards."""
-    switch(TOP_2, 2, rewards="beside")
-    samples_of(None, OWN)
-    algorithm = algorithm_of("OPDAlgorithm", None)
-    with pytest.raises(SilentHook, match="stamp_loss_routing did not run on samples"):
-        asyncio.run(algorithm.score_group([]))
-
-
 @pytest.mark.parametrize("held", ["clients", "policy_pool"])
 def test_advantages_are_grpos_by_whatever_it_holds(switch, monkeypatch, held):
     """GRPO gets what the distilling algorithm has: its clients, or its policy pool before."""
-    switch(TOP_2, 2, rewards="beside")
+    switch(TOP_2, 2, reads_rewards=True)
     grpo = types.ModuleType("prime_rl.orchestrator.algo.grpo")
     source = f"""
 class GRPOAlgoConfig: pass

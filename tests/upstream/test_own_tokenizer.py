@@ -124,7 +124,6 @@ def switch(monkeypatch, tokenizers):
     base = types.ModuleType("prime_rl.orchestrator.algo.base")
     base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
     monkeypatch.setitem(sys.modules, base.__name__, base)
-    monkeypatch.setattr(hooks, "MADE", hooks.Made())
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
     messages.own_tokenizer.cache_clear()
     yield set_to

@@ -44,10 +44,6 @@ SECOND = r"orchestrator\.train\.source\[1\]"
 ROWS = {
     "a loss of pairs": ({"type": "dpo"}, {}, {}, "needs segment_ids.*--engine local"),
     "ids of the student": ({**TOP, "chosen_by": "student"}, {}, {}, 'own top 2,.*chosen_by = "tea'),
-    "rewards that the loss has none of": (TOP, {"rewards": "in_loss"}, {}, "Leave rewards out"),
-    "rewards beside a loss of both": (BOTH, {"rewards": "beside"}, {}, "Leave rewards out"),
-    "rewards beside a loss of rewards": (RL, {"rewards": "beside"}, {}, "Leave rewards out"),
-    "rewards beside ours": (TOP, {"rewards": "beside"}, {}, "names ours there.*use compose"),
     "least advantage": (BOTH, {}, source(min_abs_advantage=0.02),
                         rf"{SECOND}\.min_abs_advantage = 0.02 .* set it to 0"),
     "least advantage of all": (
@@ -202,7 +198,7 @@ def test_check_applies_the_rules_to_a_native_toml(tmp_path):
     assert launch.check_native(tmp_path / "native.toml", [])["k"] == 2
 
 
-@pytest.mark.parametrize("name", ["states by the orchestrator", "rewards beside a loss of both"])
+@pytest.mark.parametrize("name", ["states by the orchestrator", "tokenizers and rewards"])
 def test_process_without_a_config_applies_the_rules_of_settings(monkeypatch, name):
     loss, settings, _, words = ROWS[name]
     monkeypatch.setenv(SWITCH, json.dumps({"loss": loss, **settings}))

@@ -4,7 +4,6 @@ An exported recipe is read by prime-rl's parser. Its algorithm scores eight roll
 and its sink makes a batch of them. Its packer packs it, and its ``compute_loss`` calls our loss.
 """
 
-import json
 import math
 
 import pytest
@@ -75,7 +74,7 @@ MAKE_BATCH = """
 import asyncio, os, sys
 from types import SimpleNamespace as Names
 
-os.environ["PRIME_COMPOSER"] = switch
+os.environ["PRIME_COMPOSER"] = "1"
 from prime_rl.configs.rl import RLConfig
 from prime_rl.utils.config import cli
 
@@ -262,7 +261,6 @@ def run(libraries, tmp_path):
 
     def start(
         loss,
-        rewards=None,
         without_teacher=(),
         policy=None,
         batch_size=8,
@@ -275,10 +273,6 @@ def run(libraries, tmp_path):
             raw["teacher"] = {"policy": policy}
         raw["prime_rl"] = prime_rl
         export = export_recipe(parse_recipe(raw), "head")
-        switch = "1"
-        if rewards is not None:
-            del export.table["trainer"]["loss"]
-            switch = json.dumps({"loss": loss, "rewards": rewards})
         path = tmp_path / "run.toml"
         path.write_text(export.text())
         return (process or libraries("head")).run(
@@ -289,7 +283,6 @@ def run(libraries, tmp_path):
             prompt=PROMPT,
             without_teacher=without_teacher,
             batch_size=batch_size,
-            switch=switch,
         )
 
     return start
@@ -327,20 +320,6 @@ def test_rewards_and_teacher_refuse_a_group_without_a_teacher(run):
     """Its rollouts are packed with scored ones, where prime-rl fills 0.0 in for no score."""
     with pytest.raises(AssertionError, match="no teacher has scored the token at position 2 of"):
         run(LOSS, without_teacher=[0])
-
-
-@pytest.mark.upstream
-def test_rewards_beside_a_teacher_have_a_denominator_each(run):
-    """prime-rl's own rl loss, over tokens with an advantage alone; ours over all."""
-    actual = run(SAMPLED, rewards="beside")
-    scored = list(advantages(rollouts()))
-    tokens = sum(len(rollout["log_p"]) for rollout, _ in scored)
-    signalled = [pair for pair in scored if pair[1] != 0]
-    rl_tokens = sum(len(rollout["log_p"]) for rollout, _ in signalled)
-    assert (actual["rl_scale"], actual["ref_kl_scale"]) == (rl_tokens, tokens)
-    total = sum(rl_sum(*pair) for pair in signalled) / rl_tokens
-    total += sum(kd_sum(rollout) for rollout, _ in scored) / tokens
-    assert actual["loss"] == pytest.approx(total, rel=1e-5)
 
 
 def system_message(text):

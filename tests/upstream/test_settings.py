@@ -96,7 +96,7 @@ RUNS = [
     *({"loss": {"type": name, **knobs}} for name, cls in LOSS_TYPES.items()
       for knobs in cls.examples if ":" not in name),
     {"loss": {**TOP_K, "asked_by": "trainer", "head_on": "cpu", "adapter": True}, "k": 4,
-     "teachers_mixed": True, "rewards": "beside", "teachers": {"loss": [TEACHER], "f": [TEACHER]}},
+     "teachers_mixed": True, "teachers": {"loss": [TEACHER], "f": [TEACHER]}},
 ]  # fmt: skip
 
 
@@ -158,20 +158,19 @@ BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
 @pytest.mark.parametrize(
     "given,k,rewards,asked_by",
     [
-        ({"loss": TOP_K}, 4, None, None),
-        ({"loss": BOTH}, 4, "in_loss", None),
-        ({"loss": TOP_K, "rewards": "beside"}, 4, "beside", None),
-        ({"loss": {**TOP_K, "asked_by": "trainer"}}, 4, None, "trainer"),
-        ({"loss": FULL}, 0, None, "trainer"),
-        ({"loss": BOTH_KINDS}, 4, "in_loss", "trainer"),
-        ({"loss": {"type": scheduled_loss.MARGIN, "k": "full"}}, 0, None, "trainer"),
+        ({"loss": TOP_K}, 4, False, None),
+        ({"loss": BOTH}, 4, True, None),
+        ({"loss": {**TOP_K, "asked_by": "trainer"}}, 4, False, "trainer"),
+        ({"loss": FULL}, 0, False, "trainer"),
+        ({"loss": BOTH_KINDS}, 4, True, "trainer"),
+        ({"loss": {"type": scheduled_loss.MARGIN, "k": "full"}}, 0, False, "trainer"),
     ],
 )
 def test_from_env_derives_rewards_and_who_asks(monkeypatch, given, k, rewards, asked_by):
     """The trainer asks where hidden states are read, by a loss from outside too."""
     monkeypatch.setenv(SWITCH, json.dumps(given))
     settings = AdapterSettings.from_env()
-    assert (settings.k, settings.rewards, settings.asked_by) == (k, rewards, asked_by)
+    assert (settings.k, settings.reads_rewards, settings.asked_by) == (k, rewards, asked_by)
     assert settings.trainer_asks is (asked_by == "trainer") and "asked_by" not in settings.loss
 
 
@@ -241,8 +240,8 @@ def test_from_env_reads_a_file(monkeypatch, tmp_path, name, text):
         ("a.toml", NATIVE.replace("k = 4", "K = 4"), "did you mean .k."),
         (
             "a.json",
-            '{"loss": {"type": "topk_reverse_kl", "k": 4}, "Rewards": "a:b"}',
-            "mean .rewards",
+            '{"loss": {"type": "topk_reverse_kl", "k": 4}, "Seq_len": 4}',
+            "mean .seq_len",
         ),
     ],
 )

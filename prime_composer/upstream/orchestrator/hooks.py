@@ -7,9 +7,9 @@ the place of scores.
 Where rewards train the tokens that a teacher scores, the distilling algorithms assign GRPO's
 advantages, and stamp_loss_routing sends their tokens to the rl loss.
 
-A hook that prime-rl goes past ends the run in the trainer, which lacks a support or a mark then.
-What no trainer can see is judged here: the request, a sample without scores, and the stamp of
-rewards beside a teacher.
+A hook that prime-rl goes past ends the run in the trainer, which lacks a support or a mark then, or
+gets distillation tokens for a loss of rewards. What no trainer can see is judged here: the request,
+and a sample without scores.
 
 The settings are read when a score is asked for, never at import: the launcher loads some of these
 modules too, before it has read its config.
@@ -66,22 +66,8 @@ class Scoring:
     asked: bool = False  # by our request
 
 
-@dataclass
-class Made:
-    """The samples with scores that this process has made, and those that it has stamped.
-
-    prime-rl finalizes one group after the other: the samples of one are made and stamped before the
-    next one is scored.
-    """
-
-    samples: int = 0
-    stamps: int = 0
-
-
 SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 """What is scored here: a task that scores one of its sequences has it too."""
-
-MADE = Made()
 
 
 def silent(what: str) -> SilentHook:
@@ -175,11 +161,9 @@ def _as_grpo(score_group: Any) -> Any:
 
     @functools.wraps(score_group)
     async def score_all(self: Any, group: Any, *args: Any, **more: Any) -> None:
-        if _settings().rewards is None:
+        if not _settings().reads_rewards:
             await score_group(self, group, *args, **more)
             return
-        if MADE.samples and not MADE.stamps:
-            raise silent("stamp_loss_routing did not run on samples that a teacher scored")
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
         for needed in (capabilities.GRPO_CONFIG, capabilities.GRPO_GROUP):
             take(needed, grpo)
@@ -261,19 +245,15 @@ def hook_stamps(module: Any) -> None:
     @functools.wraps(original)
     def stamp_loss_routing(sample: Any, action_loss_type: str, *args: Any, **more: Any) -> None:
         settings, distilled = _settings(), action_loss_type == "ref_kl"
-        rewards = settings.rewards
-        MADE.stamps += 1
         if distilled and settings.loss is not None and sample.ref_logprobs is None:
             raise silent("A sample of a distilling algorithm has no teacher's scores")
-        kind = "rl" if rewards == "in_loss" and distilled else action_loss_type
-        original(sample, kind, *args, **more)
-        if rewards == "beside" and distilled:
-            sample.rl_weights = None
-        if rewards == "in_loss" and sample.ref_logprobs is None:
+        both = settings.reads_rewards
+        original(sample, "rl" if both and distilled else action_loss_type, *args, **more)
+        if both and sample.ref_logprobs is None:
             sample.ref_logprobs = wire.unscored(len(sample.token_ids))
         elif distilled and settings.teacher_tokenizers:
             leave_out_unscored(sample)
-        if rewards == "in_loss" and sample.advantages is not None:
+        if both and sample.advantages is not None:
             pairs = zip(sample.advantages, sample.mask, strict=True)
             sample.advantages = [a or (wire.NO_ADVANTAGE if trains else a) for a, trains in pairs]
 
@@ -310,7 +290,6 @@ def hook_samples(module: Any) -> None:
         for sample in samples:
             if sample.ref_logprobs is not None:
                 sample.ref_logprobs = marked(sample.ref_logprobs)
-                MADE.samples += 1
         return samples
 
     module.trace_to_samples = trace_to_samples
