@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from docs.losses import generate, page_parser
 from prime_composer.contract import Count
 from prime_composer.local.evaluate import SUMS
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL
-from prime_composer.losses.table import generate, page_parser
 from tests.builders import packed_inputs
 
 ROOT = Path(__file__).resolve().parents[1]

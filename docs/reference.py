@@ -18,9 +18,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from docs.losses import built_in_losses, generate, page_parser, summary_of
 from prime_composer.losses import LossConfig
 from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
-from prime_composer.losses.table import built_in_losses, generate, page_parser, summary_of
 from prime_composer.recipe.carried import mark_of, models_in
 from prime_composer.recipe.rules import PAIRS
 from prime_composer.recipe.schema import Recipe

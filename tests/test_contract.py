@@ -18,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
 
+from docs.losses import summary_of
 from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, Support
 from prime_composer.losses import (
     LOSS_FNS,
@@ -28,7 +29,6 @@ from prime_composer.losses import (
     require_inputs,
     setup_loss_fn,
 )
-from prime_composer.losses.table import summary_of
 from tests.builders import (
     VOCAB,
     cast,

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_composer.losses.table import between_markers
+from docs.losses import between_markers
 
 BEGIN = "<!-- tables: begin, from python -m tests.benchmarks.capacity --write FILE -->"
 END = "<!-- tables: end -->"

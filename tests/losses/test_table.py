@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_composer.losses import LOSS_TYPES, table
+from docs import losses as table
+from prime_composer.losses import LOSS_TYPES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "prime_composer/losses/README.md"
@@ -19,7 +20,7 @@ def blocks() -> list[str]:
 
 
 def test_the_table_of_losses_is_current(capsys):
-    """Renew it: python -m prime_composer.losses.table --write prime_composer/losses/README.md"""
+    """Renew it: python -m docs.losses --write prime_composer/losses/README.md"""
     assert table.main(["--check", str(PAGE)]) == 0, capsys.readouterr().err
 
 

@@ -1,10 +1,10 @@
 """Write the table of losses as Markdown, from the first lines of their docstrings.
 
-python -m prime_composer.losses.table                  # print it
-python -m prime_composer.losses.table --write FILE     # renew it between the markers of FILE
-python -m prime_composer.losses.table --check FILE     # fail if FILE is stale
+python -m docs.losses                  # print it
+python -m docs.losses --write FILE     # renew it between the markers of FILE
+python -m docs.losses --check FILE     # fail if FILE is stale
 
-The page lies in this folder, so that its links are names of files.
+The page is prime_composer/losses/README.md, whose links are names of files of its folder.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 from prime_composer.losses.registry import LOSS_TYPES
 
-BEGIN = "<!-- table: begin, from python -m prime_composer.losses.table --write FILE -->"
+BEGIN = "<!-- table: begin, from python -m docs.losses --write FILE -->"
 END = "<!-- table: end -->"
 
 
@@ -81,7 +81,7 @@ def generate(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the table. Return the exit status."""
     options = page_parser("The table of losses.").parse_args(arguments)
-    return generate("prime_composer.losses.table", (BEGIN, END), loss_table(), options)
+    return generate("docs.losses", (BEGIN, END), loss_table(), options)
 
 
 def _needs(config: Any) -> str:
