@@ -23,7 +23,6 @@ from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.settings import AdapterSettings, of_config, parse_loss_table
 from prime_composer.upstream.versions.config_fields import (
     has_prime_rl,
-    importable_fields,
     probe_version,
 )
 from prime_composer.upstream.versions.doctor import require_road
@@ -132,8 +131,7 @@ def launch(
             unbuilt = (name for name, model in recipe.model_tables.items() if model.prepare)
             places = {name: f"<built by prime-composer prepare: {name}>" for name in unbuilt}
             models = places | dict(models or {})
-        fields = importable_fields() if installed else None
-        switch, export = "1", export_recipe(recipe, version, models, problems, fields)
+        switch, export = "1", export_recipe(recipe, version, models, problems)
         export.warn()
     run = NativeRun(export, Path("outputs") / f"{path.stem}.prime_rl.toml", switch)
     return print_dry_run(run, resume, installed) if dry_run else run.start(resume)

@@ -23,7 +23,7 @@ from prime_composer.upstream.export import plan as export_plan
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.versions import records
-from prime_composer.upstream.versions.config_fields import importable_fields, probe_version
+from prime_composer.upstream.versions.config_fields import probe_version
 from prime_composer.upstream.versions.records import VERSIONS
 from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
@@ -525,14 +525,14 @@ def test_to_toml_without_tomli_w_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_every_shipped_recipe_is_exported_or_refused(monkeypatch, kind, path):
     """A refusal names --engine local as a way out, and later versions' classes take the file."""
-    loaded, version, how = load_recipe(path), "head", {}
+    loaded, version = load_recipe(path), "head"
     names = {teacher.table for teacher in Routing.of_recipe(loaded).teachers}
     models = dict.fromkeys(["student", *names], "/model")
     if kind is not None:
         root = stand_in_configs.put(monkeypatch, kind)
-        version, how = probe_version(), {"fields": importable_fields()}
+        version = probe_version()
     try:
-        export = export_recipe(loaded, version, models, **how)
+        export = export_recipe(loaded, version, models)
     except RecipeError as error:
         assert "--engine local" in str(error)
         return

@@ -14,13 +14,11 @@ from prime_composer.upstream.export.plan import ExportPlan, unbuilt_models
 from prime_composer.upstream.export.refusals import refuse_recipe, refuse_table
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
-from prime_composer.upstream.versions.config_fields import ConfigFields
 from prime_composer.upstream.versions.records import (
     OLD,
     VERSIONS,
     OldVersion,
     Version,
-    versions_that_run,
 )
 
 
@@ -50,14 +48,13 @@ def export_recipe(
     dialect: str | Version,
     models: Mapping[str, Any] | None = None,
     problems: ProblemSet | None = None,
-    fields: ConfigFields | None = None,
 ) -> Export:
     """Translate a recipe for prime-rl's ``rl @ FILE``.
 
     ``[prime_rl]`` of the recipe is merged on top and wins. Its tables named after a version count
     for that version alone. ``models`` are directories of those under ``[*.prepare]``, by table.
-    Problems of None are loaded if rows name teachers; keys of None are whatever the version has. A
-    ``RecipeError`` lists all that the version cannot do, and the keys that it lacks.
+    Problems of None are loaded if rows name teachers. A ``RecipeError`` says what the version
+    cannot do. A key that the installed prime-rl lacks is its own parser's to refuse.
     """
     version = dialect if isinstance(dialect, Version) else VERSIONS.get(plain_name(dialect))
     if version is None:
@@ -69,13 +66,6 @@ def export_recipe(
     built = dict.fromkeys(unbuilt, "not built") | dict(models or {})
     plan = ExportPlan.of(recipe, version, built, problems)
     table = build_tables(plan)
-    missing = [] if fields is None else fields.unknown(table)
-    if missing:
-        raise RecipeError(
-            f"the installed prime-rl, which is like {version.name}, does not take {len(missing)} "
-            f"of the keys that this recipe needs: {', '.join(missing)}. Install "
-            f"prime-rl {versions_that_run()}, or run the recipe with --engine local."
-        )
     merge_native(table, recipe.prime_rl, version.name)
     refuse_table(recipe, version, table)
     if unbuilt:

@@ -2,14 +2,13 @@
 
 prime-rl moves keys between its releases, so what is installed may lie between two ``records``. The
 classes say what they take. Some parts of a TOML take any key: a dict, a class with extra keys
-allowed, a class that another key chooses.
+allowed, a class that another key chooses. A key that no class has is refused by prime-rl itself.
 
 Importing this module imports neither prime-rl nor torch.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, get_args, get_origin
 
@@ -28,55 +27,40 @@ from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN,
 Classes = list[type[BaseModel]]  # That a table may be of; empty: they do not say all keys
 
 
-class ConfigFields:
-    """The keys of a config class and of those within it."""
-
-    def __init__(self, root: type[BaseModel]):
-        self._root = root
-
-    def has(self, path: str) -> bool:
-        """Return whether a TOML may have the key at a dotted path."""
-        classes: Classes = [self._root]
-        for key in path.split("."):
-            if not _takes(classes, key):
-                return False
-            classes = _below(classes, key)
-        return True
-
-    def unknown(self, table: Mapping[str, Any]) -> list[str]:
-        """Return the dotted paths of all keys of a TOML that no class has, in its order."""
-        return list(_unknown(table, [self._root], ""))
-
-
 def has_prime_rl() -> bool:
     """Return whether prime-rl's trainer can be imported, without importing it."""
     return _is_there(LOSS_MODULE)
 
 
-def importable_fields() -> ConfigFields | None:
-    """Return what the importable prime-rl's ``rl @ FILE`` takes, None where there is none."""
-    module, name = CONFIGS["rl"]
-    return ConfigFields(_class(module, name)) if _is_there(module) else None
-
-
 def probe_version() -> Version:
     """Return the version of the importable prime-rl, by the fields of its config classes."""
-    version, fields = match_version(config_surface(_annotations_of)), importable_fields()
-    return version if fields is None else fitted(version, fields)
+    version = match_version(config_surface(_annotations_of))
+    module, name = CONFIGS["rl"]
+    return fitted(version, _class(module, name)) if _is_there(module) else version
 
 
-def fitted(version: Version, fields: ConfigFields) -> Version:
-    """Return a record with each key that main moved where the config classes have it, if at all."""
+def fitted(version: Version, root: type[BaseModel]) -> Version:
+    """Return a record with each key that main moved where ``rl @ FILE`` has it, if at all."""
     places = {}
     for name, at_main in PLACES_OF_MAIN._asdict().items():
         candidates = (at_main, getattr(PLACES, name), getattr(version.places, name))
-        found = (place for place in candidates if fields.has(f"orchestrator.{place}"))
+        found = (place for place in candidates if has_key(root, f"orchestrator.{place}"))
         places[name] = next(found, candidates[-1])
     keep = NEWEST_RUN.zero_advantages
-    if not fields.has(f"orchestrator.{keep}"):
+    if not has_key(root, f"orchestrator.{keep}"):
         keep = None
     changed = replace(version, places=Places(**places), zero_advantages=keep)
     return version if changed == version else changed
+
+
+def has_key(root: type[BaseModel], path: str) -> bool:
+    """Return whether a config class and those within it take the key at a dotted path."""
+    classes: Classes = [root]
+    for key in path.split("."):
+        if not _takes(classes, key):
+            return False
+        classes = _below(classes, key)
+    return True
 
 
 def _is_there(module: str) -> bool:
@@ -98,17 +82,6 @@ def _annotations_of(module: str, name: str) -> dict[str, str]:
         field: kind.__name__ if isinstance(kind, type) else str(kind)
         for field, kind in kinds.items()
     }
-
-
-def _unknown(table: Mapping[str, Any], classes: Classes, place: str) -> Iterator[str]:
-    classes = [cls for cls in classes if _is_of_type(cls, table)] or classes
-    for key, value in table.items():
-        if not _takes(classes, key):
-            yield f"{place}{key}"
-            continue
-        for below in value if isinstance(value, list) else [value]:
-            if isinstance(below, Mapping):
-                yield from _unknown(below, _below(classes, key), f"{place}{key}.")
 
 
 def _takes(classes: Classes, key: str) -> bool:
@@ -144,9 +117,3 @@ def _classes(annotation: Any) -> Classes:
     if any(part is Any or get_origin(part) is dict for part in parts):
         return []
     return [cls for part in parts for cls in _classes(part)]
-
-
-def _is_of_type(cls: type[BaseModel], table: Mapping[str, Any]) -> bool:
-    """Return whether a table names this member of a union by its ``type``."""
-    field = cls.model_fields.get("type")
-    return field is not None and table.get("type", field.default) in get_args(field.annotation)
