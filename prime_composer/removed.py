@@ -18,6 +18,7 @@ REMOVED: dict[str, str] = {
         "choose skewed_kl, generalized_jsd or topk_reverse_kl",
     ),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
+    "teacher.head": "leave it out; a server sends its own output head, which is kept",
     "diloco.min_replicas": "leave it out; an outer step takes a majority of the islands",
     **dict.fromkeys(("eval.samples", "eval.temperatures"), "leave it out; answers are greedy"),
     **dict.fromkeys(("data.answer_check", "environments.NAME.answer_check"), "call it metric"),

@@ -127,13 +127,6 @@ class TeacherConfig(Served, ModelConfig):
     """"shared": the student's. "own": another one; the teacher reads its own prompt and the
     rollout's text, and its probabilities are converted into those of the student's next token."""
 
-    head: Path | None = Field(
-        default=None,
-        json_schema_extra=uncarried("inside prime-rl the server gives its own head"),
-    )
-    """Directory of a checkpoint with the output head of the server at ``url``, instead of asking
-    it, for ``k = "full"``."""
-
     asked_by: Literal["orchestrator", "trainer"] | None = None
     """Inside prime-rl: which of its processes asks the teacher, one for all teachers. Unset: the
     trainer with k = "full", otherwise the orchestrator."""
@@ -185,16 +178,12 @@ class TeacherConfig(Served, ModelConfig):
             yield (f"backend = {self.backend!r} needs `url`, the base URL of a running vLLM server")
         if self.url is not None and self.backend is not None and not serves:
             yield f"`url` goes with backend = 'server', not {self.backend!r}"
-        if self.head is not None and self.url is None:
-            yield "`head` is for a teacher at a `url`; another one has its own head"
         if self.url is not None and self.policy is not None:
             yield (
                 "`url` is a teacher of its own, and `policy` is the student with a hint: leave one "
                 "of them out"
             )
-        given = [
-            key for key in ("backend", "url", "head", "dtype") if getattr(self, key) is not None
-        ]
+        given = [key for key in ("backend", "url", "dtype") if getattr(self, key) is not None]
         given += ["tokenizer"] * (self.tokenizer == "own")
         if self.base and given:
             yield (

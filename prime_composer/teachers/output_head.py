@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
 from torch import Tensor
 
 from prime_composer.contract import TeacherHead
@@ -21,8 +20,6 @@ dtype of the head's products.
 The sums are the same up to their order. In half precision each logit is rounded, so that another
 order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
 """
-
-HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")  # How names of a head end
 
 MOST_HEAD_ENTRIES = 2**33  # More than any model has
 
@@ -70,29 +67,6 @@ def teacher_head(
         return TeacherHead(weight, bias, **others)
     bias = None if bias is None else bias.to(computed_in)
     return TeacherHead(weight.to(computed_in), bias, rounded_to=computed_in, **others)
-
-
-def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
-    """Return weight and bias of a checkpoint's output head, from its safetensors files.
-
-    Embeddings stand for a head that is tied to them. A padded vocabulary may have more than
-    ``rows``.
-    """
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
-                part = next((part for part in HEAD_PARTS if name.endswith(part)), None)
-                if part is not None:
-                    found[part] = tensors.get_tensor(name)
-    weight = found.get("lm_head.weight", found.get("embed_tokens.weight"))
-    if weight is None:
-        raise ValueError(
-            f"{folder} has no safetensors file with lm_head.weight or embed_tokens.weight; leave "
-            "`head` out of the teacher's table to read the server's own."
-        )
-    bias = found.get("lm_head.bias")
-    return weight[:rows], None if bias is None else bias[:rows]
 
 
 def available_bytes() -> int:

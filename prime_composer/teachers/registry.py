@@ -44,7 +44,6 @@ def _server(spec: BackendSpec, status: Status | None) -> Scorer:
         str(spec.model),
         section=spec.section,
         heads=cache_root() / "heads",
-        head=spec.table.head,
         eos_token_ids=spec.ends,
         starting=spec.resumes,
         status=status,

@@ -28,7 +28,6 @@ from prime_composer.teachers.output_head import (
     MOST_HEAD_ENTRIES,
     OutputHead,
     available_bytes,
-    read_head,
 )
 
 UNFINISHED = "unfinished_"  # How the names of folders begin in which a head is written
@@ -77,21 +76,6 @@ class ServedHead:
                 f"{available_bytes() / 1e9:.1f} GB of free memory; set k to a number"
             )
         return facts
-
-    def read_files(self, folder: Path) -> OutputHead:
-        """Return the output head of a checkpoint on this machine, if it is the server's."""
-        facts = self._checked_facts()
-        weight, bias = read_head(folder, facts.rows)
-        dtype = DTYPES_BY_NAME[facts.dtype]
-        head = OutputHead(weight.to(dtype), None if bias is None else bias.to(dtype), facts)
-        if head.sha256 != facts.sha256:
-            rows, columns = weight.shape
-            raise self._error(
-                f"({facts.rows} x {facts.columns} in {facts.dtype}) is not the one of {folder} "
-                f"({rows} x {columns}): it may be quantized, adapted, or of another checkpoint. "
-                "Leave `head` out of the teacher's table to read the server's own"
-            )
-        return head
 
     def facts(self) -> HeadFacts:
         """Return what the server says about the teacher's output head."""

@@ -34,8 +34,7 @@ MORE_THAN_ALL = 2**24  # Entries of a vocabulary
 class ServerScorer(Server):
     """Teacher scores of a running vLLM server (``protocols.Scorer``), with ``Server``'s arguments.
 
-    Output heads are kept in the folder ``heads``, by their hash; None: nowhere. That of the
-    checkpoint in ``head`` is read instead of the server's, and has to be the same.
+    Output heads are kept in the folder ``heads``, by their hash; None: nowhere.
     """
 
     _head: TeacherHead | None
@@ -48,11 +47,10 @@ class ServerScorer(Server):
         section: str = "[teacher]",
         max_logprobs: int | None = None,
         heads: Path | None = None,
-        head: Path | None = None,
         eos_token_ids: Sequence[int] | None = None,
         **connection: Any,
     ):
-        self._heads, self._head_files, self._head = heads, head, None
+        self._heads, self._head = heads, None
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._asked_at: int | None = None
         super().__init__(served, model, section=section, max_logprobs=max_logprobs, **connection)
@@ -160,12 +158,8 @@ class ServerScorer(Server):
         )
 
     def _teacher_head(self) -> TeacherHead:
-        """Return the teacher's output head, from the server or from a checkpoint's files."""
         if self._head is None:
-            served = self.served_head()
-            files = self._head_files
-            head = served.read(self._heads) if files is None else served.read_files(files)
-            self._head = head.of_teacher(self.origin)
+            self._head = self.served_head().read(self._heads).of_teacher(self.origin)
         return self._head
 
     def served_head(self) -> ServedHead:

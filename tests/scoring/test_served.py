@@ -268,17 +268,6 @@ def test_rows_that_do_not_train_are_neither_computed_nor_sent(
     assert some / whole == pytest.approx(trained.double().mean().item())
 
 
-def test_head_of_a_checkpoint_has_to_be_the_servers(server, scorer, model, tmp_path):
-    client = scorer.served_head()
-    assert torch.equal(client.read_files(server.directory).weight, model.lm_head.weight)
-    make_model(tied=False, seed=4).save_pretrained(tmp_path)
-    with pytest.raises(ServerError, match="is not the one of .* of another checkpoint"):
-        client.read_files(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="has no safetensors file with lm_head.weight"):
-        client.read_files(tmp_path)
-
-
 def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts):
     """They share a prompt of many blocks, which the prefix cache has after the first one."""
     prompt = np.random.default_rng(2).integers(0, VOCAB, 300).tolist()
