@@ -38,6 +38,7 @@ from pydantic import (
 from prime_composer.removed import REMOVED
 from prime_composer.tables import Table, nearest, reason_of
 from prime_composer.upstream.keys import IMPORT_PATH, PROMPTS_KEY, SECTION, SWITCH, TOKENIZERS_KEY
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
 
 OFF = ("", "0", "false", "no", "off")
 """Values of that variable that turn it off, in any case. ``prime_composer.pth`` has them too."""
@@ -63,8 +64,8 @@ IN_LOSS_TABLE = (*TEACHER_KEYS, TOKENIZERS_KEY, PROMPTS_KEY)
 """Further keys of a loss table, which prime-rl has no table for: settings of the same names."""
 
 
-class TeacherEntry(Table):
-    """One teacher that the trainer asks."""
+class Teacher(Table):
+    """One teacher, or one of a mixture."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
@@ -77,8 +78,8 @@ class TeacherEntry(Table):
     weight: PositiveFloat
     """Its weight in the mixture, relative to the others'."""
 
-    api_key_var: str | None = None
-    """Environment variable with the server's API key. None: vLLM's own."""
+    api_key_var: str = API_KEY_VAR
+    """Environment variable with the server's API key."""
 
 
 class AdapterSettings(Table):
@@ -134,7 +135,7 @@ class AdapterSettings(Table):
     def _are_teachers(cls, teachers: Any) -> Any:
         for entries in teachers.values() if isinstance(teachers, dict) else [teachers]:
             for entry in entries or []:
-                TeacherEntry.model_validate(entry)
+                Teacher.model_validate(entry)
             if entries is not None and not entries:
                 raise ValueError("name at least one: {url, model, weight}")
         return teachers

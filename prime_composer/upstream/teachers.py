@@ -4,23 +4,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from prime_composer.upstream.settings import TeacherEntry
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER
+from prime_composer.upstream.settings import Teacher
+from prime_composer.upstream.versions.toml_shapes import HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
 """Tables of ``url``, ``model``, ``weight``, and maybe ``api_key_var``: for all environments, or by
 environment."""
-
-
-class Teacher(NamedTuple):
-    """One teacher of a mixture."""
-
-    url: str
-    model: str
-    weight: float
-    api_key_var: str = API_KEY_VAR
 
 
 def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
@@ -29,12 +20,11 @@ def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
         entries = entries.get(str(environment), [])
     if not isinstance(entries, Sequence) or not entries:
         raise ValueError(f"no list of teachers for the environment {environment!r}")
-    tables = [TeacherEntry.model_validate(entry) for entry in entries]
-    teachers = [Teacher(**table.model_dump(exclude_none=True)) for table in tables]
+    teachers = [Teacher.model_validate(entry) for entry in entries]
     total = sum(teacher.weight for teacher in teachers)
     if total == math.inf:
         raise ValueError("the weights add up to more than a number can be")
-    return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
+    return [one.model_copy(update={"weight": one.weight / total}) for one in teachers]
 
 
 def configured(orchestrator: Any) -> Entries:

@@ -16,8 +16,7 @@ from prime_composer.backends.server import Card  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream.keys import SWITCH  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
-from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
-from prime_composer.upstream.teachers import Teacher  # noqa: E402
+from prime_composer.upstream.settings import AdapterSettings, Teacher  # noqa: E402
 from prime_composer.upstream.trainer import questions as trainer  # noqa: E402
 from tests.conftest import TINY_RECIPE  # noqa: E402
 from tests.faults.server import SpoilingServer  # noqa: E402
@@ -62,7 +61,8 @@ async def by_trainer(url):
     with contextlib.closing(Opened(url, "m3")) as scorer:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "ServerScorer", lambda *_, **__: scorer)
-            trainer.TeacherConnections([], K, False).frozen(Teacher(url, "m3", 1.0))
+            teacher = Teacher(url=url, model="m3", weight=1.0)
+            trainer.TeacherConnections([], K, False).frozen(teacher)
 
 
 class Opened(ServerScorer):

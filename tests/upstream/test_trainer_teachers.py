@@ -17,7 +17,7 @@ from prime_composer.divergences import reverse_kl
 from prime_composer.full_vocabulary import compare
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.teachers.server import ServerScorer
-from prime_composer.upstream.teachers import Teacher
+from prime_composer.upstream.settings import Teacher
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks, questions
 from prime_composer.upstream.trainer.adapter import trainer_adapter
@@ -151,8 +151,8 @@ def test_wanted_are_the_sequences_that_train():
     assert first.rollout.token_ids.tolist() == ids[:5].tolist() and first.rollout.start == 2
     assert second.rollout.token_ids.tolist() == ids[5:8].tolist() and second.rollout.start == 1
     assert (first.place, second.place) == (slice(0, 5), slice(5, 9))
-    one, two = Teacher("http://one:1", "m", 0.25), Teacher("http://two:2", "m", 0.75)
-    assert first.teachers == [one, two]
+    shares = {"http://one:1": 0.25, "http://two:2": 0.75}
+    assert first.teachers == [Teacher(url=u, model="m", weight=w) for u, w in shares.items()]
 
 
 def test_wanted_of_an_environment_without_a_teacher_is_refused():
@@ -317,7 +317,7 @@ def long_sequences(n, tokens=40):
         rollouts.append(
             Rollout(ids, torch.arange(tokens) > 30, torch.full((tokens,), torch.nan), "length", 0)
         )
-    teacher = [Teacher("http://one:1", "m", 1.0)]
+    teacher = [Teacher(url="http://one:1", model="m", weight=1.0)]
     return [questions.Wanted(slice(0, tokens), rollout, teacher) for rollout in rollouts]
 
 
@@ -493,7 +493,7 @@ def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, head)
 def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
     """``meta`` stands for an accelerator."""
     known = questions.TeacherConnections(ONE, 0, hidden=True, head_on=head_on or "device")
-    scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
+    scorer = known.frozen(Teacher(url="http://one:1", model="m", weight=1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
     student = Logits(*(torch.zeros(rows, D, device="meta") for rows in (2, V)))
     first, second = (known.logits(share, share.states, student) for _ in range(2))
@@ -503,7 +503,7 @@ def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
 
 def test_head_too_large_for_the_device_names_the_remedy(monkeypatch):
     known = questions.TeacherConnections(ONE, 0, hidden=True)
-    scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
+    scorer = known.frozen(Teacher(url="http://one:1", model="m", weight=1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
 
     def full(head, device):

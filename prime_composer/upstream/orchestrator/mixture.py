@@ -10,7 +10,7 @@ from prime_composer.backends.alignment import tensor_of
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import public_url
 from prime_composer.teachers.mixture import mix
-from prime_composer.upstream.teachers import Teacher
+from prime_composer.upstream.settings import Teacher
 
 
 @functools.cache

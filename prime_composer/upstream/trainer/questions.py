@@ -32,7 +32,8 @@ from prime_composer.upstream import meeting
 from prime_composer.upstream.keys import SWITCH
 from prime_composer.upstream.left_prompts import LeftPromptScorer
 from prime_composer.upstream.log import log
-from prime_composer.upstream.teachers import Entries, Teacher, read_entries
+from prime_composer.upstream.settings import Teacher
+from prime_composer.upstream.teachers import Entries, read_entries
 
 # Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hidden state they are
 # 0.5 GB of this machine's memory. One micro-batch is asked for at least.
@@ -170,21 +171,17 @@ class TeacherConnections:
 
     def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
         """Send a micro-batch's questions; return what waits for the scores, placed as in it."""
-        asked: dict[tuple[str, str], tuple[Frozen, list[Rollout]]] = {
-            teacher[:2]: (self.frozen(teacher), [])
-            for sequence in wanted
-            for teacher in sequence.teachers
-        }
+        asked: dict[Frozen, list[Rollout]] = {}
         for sequence in wanted:
             for teacher in sequence.teachers:
-                asked[teacher[:2]][1].append(sequence.rollout)
-        pending = {key: frozen.ask(rollouts) for key, (frozen, rollouts) in asked.items()}
+                asked.setdefault(self.frozen(teacher), []).append(sequence.rollout)
+        pending = {frozen: frozen.ask(rollouts) for frozen, rollouts in asked.items()}
 
         def answers() -> list[Scores]:
-            scores = {key: iter(wait()) for key, wait in pending.items()}
+            scores = {frozen: iter(wait()) for frozen, wait in pending.items()}
             return [
-                mixture_of(sequence, [next(scores[t[:2]]) for t in sequence.teachers])
-                for sequence in wanted
+                mixture_of(one, [next(scores[self.frozen(teacher)]) for teacher in one.teachers])
+                for one in wanted
             ]
 
         return answers
