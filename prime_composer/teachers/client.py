@@ -135,30 +135,35 @@ class TeacherClient:
 
     def __init__(self, transport: Transport, model: str, known: Known | None = None):
         self.known = known or Known()
-        self._transport = transport
-        self._model = model
+        self.transport = transport
+        self.model = model
 
     @property
     def facts(self) -> Facts | None:
         """What the plugin last said of itself; None where the server has none."""
         return self.known.facts
 
+    async def discover_once(self) -> None:
+        """Ask whether the server has the plugin, unless it was asked before."""
+        if not self.known.was_asked:
+            await self.discover()
+
     async def discover(self) -> None:
         """Ask whether the server has the plugin. Errors are the transport's."""
-        score_request = msgspec.to_builtins(ScoreRequest(VERSION, [], model=self._model))
+        score_request = msgspec.to_builtins(ScoreRequest(VERSION, [], model=self.model))
         found = None
         try:
-            content = await self._transport.receive(SCORE_PATH, score_request, GREETING_BYTES)
+            content = await self.transport.receive(SCORE_PATH, score_request, GREETING_BYTES)
             found = decode_response(content, ScoreResponse).facts
         except RequestRefused as refusal:
             if refusal.status in (401, 403) or (refusal.status >= 500 and refusal.status != 501):
-                raise self._transport.refused(refusal, SCORE_PATH) from refusal
+                raise self.transport.refused(refusal, SCORE_PATH) from refusal
         except InvalidAnswer:
             pass  # larger than any response of the plugin
         except WireError as error:
             if error.is_ours:
-                raise self._transport.error(
-                    f"{self._transport.origin} answered {SCORE_PATH} with {error}."
+                raise self.transport.error(
+                    f"{self.transport.origin} answered {SCORE_PATH} with {error}."
                 ) from None
         if found is None:
             self.go_without_plugin()
@@ -171,15 +176,15 @@ class TeacherClient:
         """Ask in JSON from now on, until the plugin is discovered again."""
         if self.facts is not None or not self.known.was_asked:  # several requests may see it
             words = "has no" if self.facts is None else "lost its"
-            self._transport.show(f"{self._transport.origin} {words} {WITHOUT_PLUGIN}")
+            self.transport.show(f"{self.transport.origin} {words} {WITHOUT_PLUGIN}")
         self.known.facts = None
 
     def _check_same_model(self, now: Facts) -> None:
         self.known.first = self.known.first or now
         change = self.known.first.change(now)
         if change:
-            raise self._transport.error(
-                f"{self._transport.origin} serves another model since the run began: {change}; "
+            raise self.transport.error(
+                f"{self.transport.origin} serves another model since the run began: {change}; "
                 "start it as it was, or start a new run."
             )
 
@@ -188,8 +193,8 @@ class TeacherClient:
         what = "hidden states" if hidden else kind.what
         if self.facts is None or not binary:
             if hidden or not kind.in_json:
-                raise self._transport.error(
-                    f"{self._transport.origin} has no scoring plugin, which {what} need; start it "
+                raise self.transport.error(
+                    f"{self.transport.origin} has no scoring plugin, which {what} need; start it "
                     'with prime-composer teacher, or set k to a number and chosen_by = "teacher".'
                 )
 
@@ -220,10 +225,10 @@ class TeacherClient:
                 return (await self._score_binary(sequence, asked, self.facts)).top(k)
             except RequestRefused as refusal:
                 if refusal.status not in LOST:
-                    raise self._transport.refused(refusal, SCORE_PATH, k) from refusal
+                    raise self.transport.refused(refusal, SCORE_PATH, k) from refusal
                 if head is not None or not kind.in_json:
-                    raise self._transport.error(
-                        f"{self._transport.origin} lost its scoring plugin: it was started again "
+                    raise self.transport.error(
+                        f"{self.transport.origin} lost its scoring plugin: it was started again "
                         "without it. Start it as it was, with `prime-composer teacher`."
                     ) from refusal
                 self.go_without_plugin()
@@ -233,12 +238,12 @@ class TeacherClient:
         """Let the server sample some tokens, and score them. A string says why it does not."""
         # Without a seed, which ends a CPU's engine beside a partially prefilled prompt.
         settings = plain_sampling(max_tokens=OWN_TOKENS, ignore_eos=True, temperature=1, logprobs=0)
-        body = completion_request(self._model, prompt, settings)
+        body = completion_request(self.model, prompt, settings)
         most = answer_bytes(len(prompt) + OWN_TOKENS, 1)
         try:
-            content = await self._transport.receive("/v1/completions", body, most)
-            choices = read_completions(bytes(content), self._transport.origin)
-            check_choices(len(choices), 1, origin=self._transport.origin, prompt=0)
+            content = await self.transport.receive("/v1/completions", body, most)
+            choices = read_completions(bytes(content), self.transport.origin)
+            check_choices(len(choices), 1, origin=self.transport.origin, prompt=0)
             logprobs = choices[0].logprobs.token_logprobs if choices[0].logprobs else []
             ids, reason = choices[0].token_ids, choices[0].finish_reason
             rollout = make_rollout(prompt, ids, logprobs, reason, 0)
@@ -252,8 +257,8 @@ class TeacherClient:
 
     async def _score_json(self, sequence: SequenceToScore, k: int) -> Scores:
         """Return the scores from the top ``at_least_one(k)`` of a server without the plugin."""
-        asked, transport = at_least_one(k), self._transport
-        path, body = transport.json_request(self._model, sequence.token_ids, asked)
+        asked, transport = at_least_one(k), self.transport
+        path, body = transport.json_request(self.model, sequence.token_ids, asked)
         most = answer_bytes(len(sequence.token_ids), asked)
         try:
             content = await transport.receive(path, body, most)
@@ -270,8 +275,8 @@ class TeacherClient:
     ) -> Scores:
         """Return the plugin's scores, in several requests if the numbers per row need them."""
         if asked.head is not None and facts.dtype not in DTYPES_BY_NAME:
-            raise self._transport.error(
-                f"{self._transport.origin} computes in {facts.dtype}, and hidden states are read "
+            raise self.transport.error(
+                f"{self.transport.origin} computes in {facts.dtype}, and hidden states are read "
                 f"in {', '.join(DTYPES_BY_NAME)}; start it with --dtype bfloat16."
             )
         n = len(sequence.lacks)
@@ -288,21 +293,21 @@ class TeacherClient:
             asked = asked.of_rows(len(sequence.read), sequence.read.numpy())
         one = SequenceRequest(sequence.asked_ids, sequence.ranges[0][0], skip=sequence.skip)
         n = sequence.count
-        score_request = ScoreRequest(VERSION, [one], [], model=self._model)
+        score_request = ScoreRequest(VERSION, [one], [], model=self.model)
         for each, its in asked.of_kinds:
             each.write(its, score_request, n)
         size = self._checked_size(n, [(each, its.k) for each, its in asked.of_kinds], facts)
-        content = await self._transport.receive(
+        content = await self.transport.receive(
             SCORE_PATH, msgspec.to_builtins(score_request), ENVELOPE_BYTES + size, tail=size
         )
         try:
             response: ScoreResponse = decode_response(content, ScoreResponse)
         except WireError as error:
-            raise wrong_response(self._transport.origin, sequence, str(error)) from None
+            raise wrong_response(self.transport.origin, sequence, str(error)) from None
         self._check_same_model(response.facts)
         self.known.fingerprints.add(response.facts.fingerprint)
-        return await self._transport.read(
-            read_binary_response, response, sequence, asked, facts, self._transport.origin
+        return await self.transport.read(
+            read_binary_response, response, sequence, asked, facts, self.transport.origin
         )
 
     def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
@@ -318,8 +323,8 @@ class TeacherClient:
         if limits is not None and rows * per_row > limits.answer_bytes:
             hidden = any(kind is HIDDEN for kind, _ in kinds)
             remedy = 'set k to a number instead of "full"' if hidden else "lower the loss's k"
-            raise self._transport.error(
-                f"{self._transport.origin} answers at most {limits.answer_bytes:,} bytes at once. "
+            raise self.transport.error(
+                f"{self.transport.origin} answers at most {limits.answer_bytes:,} bytes at once. "
                 f"A rollout with {rows:,} tokens of its own takes {rows * per_row:,}, which are "
                 f"{per_row:,} for each; {remedy}, or lower rollout.max_tokens to "
                 f"{limits.answer_bytes // per_row:,}."
@@ -338,8 +343,8 @@ class TeacherClient:
         others = ENVELOPE_BYTES + tokens * len(f"{facts.vocab_size}, ")
         most = max(0, limits.question_bytes - others) * 3 // (16 * m)  # base64 of int32
         if most == 0:
-            raise self._transport.error(
-                f"{self._transport.origin} takes requests of at most {limits.question_bytes:,} "
+            raise self.transport.error(
+                f"{self.transport.origin} takes requests of at most {limits.question_bytes:,} "
                 f"bytes, too few for {tokens:,} tokens and {m:,} ids for one of them; lower the "
                 "loss's k."
             )

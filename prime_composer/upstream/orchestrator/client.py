@@ -63,18 +63,34 @@ def whole_sequence(
     return SequenceToScore(within, start, lacks, trained=False, vocab_size=vocab_size, read=read)
 
 
+@dataclass
+class AskedTeacher:
+    """What is known of a teacher."""
+
+    plugin: Known = field(default_factory=Known)  # its scoring plugin
+    retried: int = 0  # requests that were sent more than once: it may have been started again
+    requests: dict[int, KnownRequest] = field(default_factory=dict)  # by K; a live policy has none
+    tokenizer: Any = None  # that its server was compared with, where the teacher has its own
+    met: bool = False  # it has been compared with the student
+    lacks_ids: bool = False  # the user was told that the student samples ids beyond its head
+    meeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # a batch's rollouts come at once
+
+    @property
+    def sign(self) -> tuple[int | None, int]:
+        """What names the server's start: its own word, or else that nothing was sent twice."""
+        starts = self.plugin.starts
+        return starts, self.retried if starts is None else 0
+
+
 class OpenAITransport:
     """Sends a teacher client's requests by prime-rl's openai client (``client.Transport``).
 
     Its router, headers, authentication, retries and timeouts apply.
     """
 
-    def __init__(self, client: Any, thread: ThreadPoolExecutor):
-        self.base = str(client.base_url).rstrip("/").removesuffix("/v1")
-        self.origin = f"The teacher at {public_url(self.base)}"
-        self.retries = 0  # requests that were sent more than once, by the client or here
-        self._client = client
-        self._thread = thread
+    def __init__(self, client: Any, base: str, thread: ThreadPoolExecutor, asked: AskedTeacher):
+        self.base, self.origin = base, f"The teacher at {public_url(base)}"
+        self._client, self._thread, self._asked = client, thread, asked
 
     async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> bytes:
         """Send a request, and return the body of its response.
@@ -100,7 +116,7 @@ class OpenAITransport:
                 content = await self._read_at_most(max_bytes, response)
                 # The openai client counts in a header.
                 count = response.request.headers.get("x-stainless-retry-count", "0")
-                self.retries += left < client.max_retries or count != "0"
+                self._asked.retried += left < client.max_retries or count != "0"
                 return content
             except InvalidAnswer:
                 raise
@@ -178,10 +194,9 @@ class TokenizerAnswer(msgspec.Struct):
 class OpenAITokenizer:
     """Asks a server for its tokenizer, from a thread beside the event loop of its requests."""
 
-    def __init__(self, transport: OpenAITransport, model: str):
+    def __init__(self, teacher: TeacherClient):
         self.window: int | None = None  # its --max-model-len, once it has said so
-        self._transport, self._model = transport, model
-        self._loop = asyncio.get_running_loop()
+        self._teacher, self._loop = teacher, asyncio.get_running_loop()
 
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's tokens of a text, without special ones; None: it cannot say."""
@@ -195,39 +210,13 @@ class OpenAITokenizer:
         return self._ask("/detokenize", tokens=ids).prompt
 
     def _ask(self, path: str, **body: Any) -> TokenizerAnswer:
-        request = self._transport.receive(path, {"model": self._model, **body}, 2**20)
+        body["model"] = self._teacher.model
+        request = self._teacher.transport.receive(path, body, 2**20)
         try:
             content = asyncio.run_coroutine_threadsafe(request, self._loop).result()
             return msgspec.json.decode(content, type=TokenizerAnswer)
         except (RequestRefused, ValueError, msgspec.MsgspecError, RecursionError):
             return TokenizerAnswer()
-
-
-@dataclass
-class AskedTeacher:
-    """What is known of a teacher."""
-
-    plugin: Known = field(default_factory=Known)  # its scoring plugin
-    retried: int = 0  # requests that were sent more than once: it may have been started again
-    requests: dict[int, KnownRequest] = field(default_factory=dict)  # by K; a live policy has none
-    tokenizer: Any = None  # that its server was compared with, where the teacher has its own
-    met: bool = False  # it has been compared with the student
-    lacks_ids: bool = False  # the user was told that the student samples ids beyond its head
-    meeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # a batch's rollouts come at once
-
-    @property
-    def sign(self) -> tuple[int | None, int]:
-        """What names the server's start: its own word, or else that nothing was sent twice."""
-        starts = self.plugin.starts
-        return starts, self.retried if starts is None else 0
-
-
-async def discovered(transport: OpenAITransport, model: str, asked: AskedTeacher) -> TeacherClient:
-    """Return a teacher's client, whose server has been asked for the plugin."""
-    teacher = TeacherClient(transport, model, asked.plugin)
-    if not asked.plugin.was_asked:
-        await teacher.discover()
-    return teacher
 
 
 class Requests:
@@ -266,65 +255,65 @@ class Requests:
         plugin names no start. It is asked after a request that was sent more than once, and as all
         are once in a while.
         """
-        transport, asked = self._connection(client, model)
+        teacher, asked = self._connection(client, model)
         if frozen:
-            await self._compare(transport, model, asked, token_ids)
-        scores = await self._ask(transport, model, asked, token_ids, k, start, read)
+            await self._compare(teacher, asked, token_ids)
+        scores = await self._ask(teacher, asked, token_ids, k, start, read)
         if frozen:
-            await self._watch(transport, model, asked, token_ids, scores)
+            await self._watch(teacher, asked, token_ids, scores)
         return scores
 
-    def _connection(self, client: Any, model: str) -> tuple[OpenAITransport, AskedTeacher]:
-        transport = OpenAITransport(client, self._thread)
-        if has_credentials(transport.base) and client.api_key not in ("", "EMPTY"):
-            of_url = f"The url of the teacher at {public_url(transport.base)}"
+    def _connection(self, client: Any, model: str) -> tuple[TeacherClient, AskedTeacher]:
+        base = str(client.base_url).rstrip("/").removesuffix("/v1")
+        if has_credentials(base) and client.api_key not in ("", "EMPTY"):
+            of_url = f"The url of the teacher at {public_url(base)}"
             raise ValueError(two_credentials(of_url, "of its api_key_var"))
-        return transport, self._asked.setdefault((transport.base, model), AskedTeacher())
+        asked = self._asked.setdefault((base, model), AskedTeacher())
+        transport = OpenAITransport(client, base, self._thread, asked)
+        return TeacherClient(transport, model, asked.plugin), asked
 
     async def meet(self, client: Any, model: str, tokenizer: Any) -> Facts:
         """Return what the server of a teacher with a tokenizer of its own says of itself.
 
         Once, its server is asked how it reads texts. One that cannot be asked passes.
         """
-        transport, asked = self._connection(client, model)
-        await discovered(transport, model, asked)
-        if asked.plugin.facts is None:
+        teacher, asked = self._connection(client, model)
+        origin = teacher.transport.origin
+        await teacher.discover_once()
+        if teacher.facts is None:
             raise InvalidAnswer(
-                f"{transport.origin} has no scoring plugin, and of a teacher with a tokenizer of "
+                f"{origin} has no scoring plugin, and of a teacher with a tokenizer of "
                 "its own hundreds of log-probs per token are read, which cost a server several "
                 "milliseconds each time in JSON: start it with prime-composer teacher."
             )
         if asked.tokenizer is not tokenizer:
             asked.tokenizer = tokenizer  # others need not ask it as well
-            server = OpenAITokenizer(transport, model)
+            server = OpenAITokenizer(teacher)
             whose = f"the tokenizer that {TOKENIZERS_KEY} names for {model!r}"
             remedy = "name the tokenizer of the model that it serves"
             try:
                 await asyncio.to_thread(check_served_tokenizer, tokenizer, server, whose, remedy)
             except PreflightError as error:
-                raise InvalidAnswer(f"{transport.origin}: {error}") from None
-        return asked.plugin.facts
+                raise InvalidAnswer(f"{origin}: {error}") from None
+        return teacher.facts
 
     async def _compare(
-        self,
-        transport: OpenAITransport,
-        model: str,
-        asked: AskedTeacher,
-        token_ids: Sequence[int],
+        self, teacher: TeacherClient, asked: AskedTeacher, token_ids: Sequence[int]
     ) -> None:
         """Compare a server with the student and with itself, once, before it scores."""
         async with asked.meeting:
             if asked.met:
                 return
+            origin = teacher.transport.origin
             if asked.tokenizer is None:
-                server = OpenAITokenizer(transport, model)
+                server = OpenAITokenizer(teacher)
                 compare = meeting.compare_with_student
-                await asyncio.to_thread(compare, transport.origin, server, lambda: server.window)
-            teacher = await discovered(transport, model, asked)
+                await asyncio.to_thread(compare, origin, server, lambda: server.window)
+            await teacher.discover_once()
             # Shorter than the sequence, which fits into the server's window.
             prompt = within_head(token_ids, asked.plugin.vocab_size)[:-OWN_TOKENS] or token_ids[:1]
             own = await teacher.own_logprobs(prompt[:OWN_PROMPT])
-            meeting.compare_with_itself(transport.origin, own)
+            meeting.compare_with_itself(origin, own)
             asked.met = True
 
     async def compute(self, function: Callable[..., T], *args: Any) -> T:
@@ -333,8 +322,7 @@ class Requests:
 
     async def _watch(
         self,
-        transport: OpenAITransport,
-        model: str,
+        teacher: TeacherClient,
         asked: AskedTeacher,
         token_ids: Sequence[int],
         scores: Scores,
@@ -356,19 +344,18 @@ class Requests:
         elif known.is_due(sign := asked.sign, 1):
             known_ids, read = known.rollout.token_ids.tolist(), known.rollout.loss_mask
             start = known.rollout.start
-            again = await self._ask(transport, model, asked, known_ids, k, start, read)
+            again = await self._ask(teacher, asked, known_ids, k, start, read)
             again = again.rows(read[start:])  # JSON gives all rows
             if change := known.change(again, sign):
                 raise InvalidAnswer(
-                    f"{transport.origin} {change}: start it as it was. Steps since its last right "
-                    f"answer, at most {ASKED_EVERY} requests ago, may have trained on wrong "
-                    "numbers."
+                    f"{teacher.transport.origin} {change}: start it as it was. Steps since its "
+                    f"last right answer, at most {ASKED_EVERY} requests ago, may have trained on "
+                    "wrong numbers."
                 )
 
     async def _ask(
         self,
-        transport: OpenAITransport,
-        model: str,
+        teacher: TeacherClient,
         asked: AskedTeacher,
         token_ids: Sequence[int],
         k: int,
@@ -379,17 +366,15 @@ class Requests:
         # A semaphore belongs to one event loop.
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
-            teacher, known = await discovered(transport, model, asked), asked.plugin
-            sequence = whole_sequence(token_ids, known.vocab_size, start, read)
+            await teacher.discover_once()
+            size = asked.plugin.vocab_size
+            sequence = whole_sequence(token_ids, size, start, read)
             lacks = sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]
-            if lacks and not asked.lacks_ids and (size := known.vocab_size) is not None:
+            if lacks and not asked.lacks_ids and size is not None:
                 asked.lacks_ids = True
                 log(
-                    f"{transport.origin} has an output head of {size} ids, and the student sampled "
-                    f"padding beyond them: its log-prob counts as {LOG_FLOOR:.1f}, and the teacher "
-                    f"reads id {size - 1} in its place"
+                    f"{teacher.transport.origin} has an output head of {size} ids, and the student "
+                    f"sampled padding beyond them: its log-prob counts as {LOG_FLOOR:.1f}, and the "
+                    f"teacher reads id {size - 1} in its place"
                 )
-            before = transport.retries
-            scores = await teacher.score(sequence, k=k)
-            asked.retried += transport.retries - before
-            return scores
+            return await teacher.score(sequence, k=k)
