@@ -302,7 +302,6 @@ def test_context_that_is_unset_is_at_most_the_students_window(tmp_path):
 
 
 GATEWAY = {"url": "https://teachers.example.com"}
-WANDB_LINE = '[monitors.wandb] project = "..."'
 HEAD_LINES = {
     "inference --vllm.model a/teacher --server.port 8001 --vllm.max-logprobs 64": (
         [{"loss": {"k": 64}}], [{"loss": {"k": 64}, "teacher": GATEWAY}, {}]),
@@ -312,8 +311,6 @@ HEAD_LINES = {
         [{"loss": {"k": 64}}], [{"loss": {"k": 64}, "teacher": GATEWAY}]),
     'k = "full" reads hidden states, which the trainer asks for.': (
         [{"loss": {"k": "full", "normalization": "full"}}], [{}]),
-    WANDB_LINE: ([{}], [{"logging": {"wandb": {"project": "p"}}},
-                        {"prime_rl": {"monitors": {"wandb": {"project": "p"}}}}]),
     "(eos_token_id), for a base student.": ([{}], [{"loss": {"type": "default"}}]),
     "orchestrator.max_off_policy_steps, the recipe's rollout.ahead.": (
         [{}], [{"rollout": {"ahead": 0}},
@@ -321,23 +318,12 @@ HEAD_LINES = {
     "prime-rl's `inference` does that by default (enable_fp32_lm_head = true).": ([{}], []),
     """--hf-overrides '{"head_dtype": "float32"}'""": ([{}], [{"loss": {"type": "default"}}]),
     "start it with max_logprobs = 32.": ([{**SELF, "rollout": SERVED}], [SELF]),
-    "rollout.temperature = 0.7: prime-rl's trainer takes log-probs at it.": (
-        [{"rollout": {"temperature": 0.7}}], [{}]),
-    "without it, at the temperature of the loss.": (
-        [{"rollout": {"temperature": 0.7}, "loss": {"k": "full", "normalization": "full"}}],
-        [{"rollout": {"temperature": 0.7}}]),
-    "the loss compares two temperatures.": (
-        [{"rollout": {"temperature": 0.7}}],
-        [{}, {"rollout": {"temperature": 0.7}, "loss": {"type": "default"}}]),
     "enable_lora = true, max_lora_rank = 5": (
         [{"student": {"lora": {"rank": 5}}, "rollout": SERVED}],
         [{"student": {"lora": {"rank": 5}}}]),
     "Nothing is evaluated: the recipe has no [eval].": ([{}], [{"eval": {"every": 2}}]),
     "Nothing is evaluated: no environment has held-out answers": (
         [{"eval": {"every": 2}, "data": {"metric": "none"}}], [{"eval": {"every": 2}}]),
-    f'pre_run_command = "uv pip install -e {REPO}"': (
-        [{"prime_rl": {"slurm": {"job_name": "x"}}}],
-        [{}]),
     "Environments that have to be installed beside prime-rl: x": (
         [{"environments": REV}], [{}, {"environments": {"a": {"id": "prime-composer-orders"}}}]),
     "Environments that have to be installed beside prime-rl: x, y": (

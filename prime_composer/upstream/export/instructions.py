@@ -5,34 +5,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_composer.extras import requirement
-from prime_composer.losses import LossConfig
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.environment import NAME
 from prime_composer.upstream.export.plan import ExportPlan
 from prime_composer.upstream.export.tables import needs_more_logprobs
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, WANDB, at
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
 
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""  # vLLM computes logits in it
 
 OF_THIS_PACKAGE = ("prime-composer-orders", NAME)  # Ids of environments installed with it
 
 THIS_HOST = ("localhost", "127.0.0.1", "::1")
-
-
-def under_slurm() -> list[str]:
-    """Return what keeps this package installed in a job.
-
-    Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless.
-    """
-    install = f"uv pip install {requirement()}"
-    return f"""\
-Under Slurm prime-rl's job script runs `uv sync`, which removes every package that prime-rl
-does not depend on, this one too. slurm.pre_run_command runs after it. Let it install this
-package again, the same way as at first:
-    pre_run_command = "{install}"
-Where each node has an environment of its own:
-    srun --ntasks-per-node=1 {install}""".splitlines()
 
 
 def head_comment(plan: ExportPlan, table: Mapping[str, Any], lost: Mapping[str, str]) -> list[str]:
@@ -47,13 +30,10 @@ def head_comment(plan: ExportPlan, table: Mapping[str, Any], lost: Mapping[str, 
         servers_to_start(plan),
         students_server(plan),
         packages(plan),
-        temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
         ends(plan),
         sampling_ahead(plan, table),
         evaluation_left_out(plan),
-        wandb(table),
         left_out(lost),
-        under_slurm() if isinstance(table.get("slurm"), Mapping) else (),
     ]
     for topic in map(list, topics):
         lines += ["", *topic] if topic else []
@@ -131,17 +111,6 @@ def packages(plan: ExportPlan) -> Iterator[str]:
         yield f"    {', '.join(ids)}"
 
 
-def temperatures(loss: LossConfig, sampled: float) -> Iterator[str]:
-    """Yield at which temperatures student and teacher are compared, where that is not plain."""
-    if sampled == 1 or not loss.compares_with_teacher:
-        return
-    yield f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."
-    if loss.reads_hidden_states:
-        yield 'k = "full" compares student and teacher without it, at the temperature of the loss.'
-    else:
-        yield "The teacher scores at 1, so the loss compares two temperatures."
-
-
 def ends(plan: ExportPlan) -> Iterator[str]:
     """Yield what ends a rollout, which on one machine the teachers' ends do too."""
     if plan.recipe.loss.compares_with_teacher:
@@ -170,14 +139,6 @@ def evaluation_left_out(plan: ExportPlan) -> Iterator[str]:
         yield (
             f"{size} problems. For the same here, write [eval] with size = {size} into the recipe."
         )
-
-
-def wandb(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how to log to W&B, where nothing does."""
-    keys = ".".join(WANDB)
-    if at(table, keys) is None:
-        yield f'Not logged to W&B. To do so: [{keys}] project = "...", or [logging.wandb] in the'
-        yield "recipe."
 
 
 def left_out(lost: Mapping[str, str]) -> Iterator[str]:
