@@ -730,7 +730,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hooks: ids that sampling kept accepted": mutant(
         "upstream/trainer/batches.py", "refuse_sampling_mask",
-        ("given.get(name) is not None", "False"),
+        ("given.get('sampling_mask') is not None", "False"),
     ),
     "hooks: advantage of zero left to be pruned": mutant(
         ORCHESTRATOR, "hook_stamps.stamp_loss_routing",

@@ -22,10 +22,6 @@ from prime_composer.upstream.wire import unpack
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.questions import TeacherConnections
 
-# Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
-# TODO(prime-rl): the second is of d09488d5, which was not merged; remove it with its tests.
-SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
-
 
 class Questions(NamedTuple):
     """The answers that the trainer itself asked for, of one micro-batch."""
@@ -277,13 +273,12 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
     prime-rl renormalizes its log-probs over these ids (top-p replay). Those of a support or of the
     whole vocabulary are normalized over all ids, as the teacher's are.
     """
-    for name in SAMPLING_MASKS:
-        if given.get(name) is not None:
-            raise ValueError(
-                f"The batch carries {name}: prime-rl's trainer renormalizes its log-probs over the "
-                "ids that sampling kept, and the teacher's are over the whole vocabulary. Set "
-                "top_p = 1 and no top_k in [orchestrator.train.sampling] and each environment's."
-            )
+    if given.get("sampling_mask") is not None:
+        raise ValueError(
+            "The batch carries sampling_mask: prime-rl's trainer renormalizes its log-probs over "
+            "the ids that sampling kept, and the teacher's are over the whole vocabulary. Set "
+            "top_p = 1 and no top_k in [orchestrator.train.sampling] and each environment's."
+        )
 
 
 def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:
