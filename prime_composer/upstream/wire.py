@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -80,8 +81,6 @@ def unscored(length: int) -> list[float]:
 
 def pack(scores: Scores) -> Any:
     """Return the support as int32 [n, 2, K] in NumPy."""
-    import numpy as np  # the plain launcher's trainer packs nothing and may lack NumPy
-
     packed = np.frombuffer(scores.to_bytes(), np.int32)
     return packed.reshape(len(scores), 2, scores.k)
 

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,11 +34,9 @@ from prime_composer.upstream.trainer.batches import (
 )
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
+from prime_composer.upstream.trainer.questions import StepAnswers, TeacherConnections, wanted_of
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.records import LOSS_MODULE, probe_contract
-
-if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
-    from prime_composer.upstream.trainer.questions import StepAnswers, TeacherConnections
 
 WITHOUT_BATCH = (
     "prime_composer: prime-rl computes a loss, and on no micro-batch that get_batch of "
@@ -244,8 +242,6 @@ class TrainerAdapter:
         asks = hidden or (self.settings is not None and self.settings.trainer_asks)
         if not self.whole_run or self.loss is None or not self.loss.compares or not asks:
             return
-        from prime_composer.upstream.trainer.questions import StepAnswers, wanted_of
-
         self._teachers = self._teachers or self._open_teachers(hidden)
         entries, on_rl_tokens = self._teachers.entries, self._on_rl_tokens
         self._answers = StepAnswers(
@@ -256,9 +252,7 @@ class TrainerAdapter:
             ],
         )
 
-    def _open_teachers(self, hidden: bool) -> "TeacherConnections":
-        from prime_composer.upstream.trainer.questions import TeacherConnections
-
+    def _open_teachers(self, hidden: bool) -> TeacherConnections:
         settings = self.settings or AdapterSettings()
         if settings.teachers is None:
             example = '"teachers": [{"url": "http://host:8001/v1", "model": "NAME", "weight": 1}]'

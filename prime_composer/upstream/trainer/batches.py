@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool
@@ -15,18 +15,16 @@ from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.silent_hook import DOCTOR, SilentHook
+from prime_composer.upstream.trainer.questions import TeacherConnections, two_heads_of
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.versions.capabilities import HEADS
 from prime_composer.upstream.wire import unpack
-
-if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
-    from prime_composer.upstream.trainer.questions import TeacherConnections
 
 
 class Questions(NamedTuple):
     """The answers that the trainer itself asked for, of one micro-batch."""
 
-    teachers: "TeacherConnections"  # who was asked
+    teachers: TeacherConnections  # who was asked
     wait: Callable[[], list[Scores]]  # waits, once; places are those in the packed micro-batch
 
 
@@ -203,8 +201,6 @@ class PackedMicroBatch:
         if not answers:  # none of its tokens trains, so that anything may be compared
             detached = replace(student, hidden=before.detach(), weight=student.weight.detach())
             return TwoHeads(student, (detached,))
-        from prime_composer.upstream.trainer.questions import two_heads_of
-
         return two_heads_of(answers[0], part, self.input_ids, student, self.questions.teachers)
 
     def _support(self, part: slice, trainer_logprobs: Tensor, model: Any) -> Support | None:

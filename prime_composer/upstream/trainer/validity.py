@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from prime_composer.backends.answers import IMPOSSIBLE, LOGPROB_TOLERANCE, MASS_TOLERANCE
 from prime_composer.contract import Scores
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien
-
-LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
-"""Those of ``backends.answers``, which needs NumPy: the plain launcher's trainer may lack it."""
 
 
 def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> None:
