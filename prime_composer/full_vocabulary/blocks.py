@@ -204,11 +204,19 @@ class GradientSums:
         if needs[1]:
             self.weight = torch.zeros_like(settings.weight, dtype=weight_dtype)
 
-    def begin(self, start: int, stop: int) -> None:
-        self.ids = slice(start, stop)
-        if self.weight is not None:
-            # The memory itself, or a copy where the sums need a wider dtype.
-            self.chunk = self.weight[self.ids].to(self.plan.dtype)
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ids from ``start`` on, chunk by chunk, with their rows of the head.
+
+        The blocks of a chunk are added before the next one is asked for.
+        """
+        for first, last in self.plan.chunks(start, stop):
+            self.ids = slice(first, last)
+            if self.weight is not None:
+                # The memory itself, or a copy where the sums need a wider dtype.
+                self.chunk = self.weight[self.ids].to(self.plan.dtype)
+            yield first, last, self.student.chunk(first, last)
+            if self.weight is not None and self.weight.dtype != self.plan.dtype:
+                self.weight[self.ids] = self.chunk  # one rounding to the weight's dtype
 
     def add(self, rows: slice, grad: Tensor, weight: Tensor, cap_slope: Tensor | None) -> None:
         """Add a block of the logits' gradient, which is overwritten."""
@@ -224,11 +232,6 @@ class GradientSums:
             _add_product(self.hidden[rows], grad, weight)
         if self.weight is not None:
             _add_product(self.chunk, grad.T, self.student.hidden[rows])
-
-    def end(self) -> None:
-        """End the chunk: one rounding to the weight's dtype."""
-        if self.weight is not None and self.weight.dtype != self.plan.dtype:
-            self.weight[self.ids] = self.chunk
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the dtypes of hidden states, weight and bias."""

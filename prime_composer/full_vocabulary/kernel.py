@@ -238,9 +238,8 @@ def _second_pass(
     p_highest, q_highest, offset, r_offset, p_factor, level, r_factor = map(plan.column, columns)
     differences, targets = Buffer(plan), Buffer(plan)
     teacher = Side(plan.heads.teachers[0], plan)
-    for start, stop in plan.chunks(0, plan.common):
-        chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
-        total.begin(start, stop)
+    for start, stop, chunk in total.chunks(0, plan.common):
+        teacher_chunk = teacher.chunk(start, stop)
         for rows in plan.row_blocks():
             a, cap_slope = student.logits(rows, chunk, start)
             b, _ = teacher.logits(rows, teacher_chunk, start)
@@ -262,12 +261,8 @@ def _second_pass(
             if asked.forward:
                 grad.addcmul_(target.exp_(), r_factor[rows])
             total.add(rows, grad, chunk, cap_slope)
-        total.end()
-    for start, stop in plan.chunks(plan.common, student.size):
-        chunk = student.chunk(start, stop)
-        total.begin(start, stop)
+    for start, _, chunk in total.chunks(plan.common, student.size):
         for rows in plan.row_blocks():
             a, cap_slope = student.logits(rows, chunk, start)
             a.sub_(plan.column(beyond)[rows]).exp_().mul_(plan.column(of_beyond)[rows])
             total.add(rows, a, chunk, cap_slope)
-        total.end()

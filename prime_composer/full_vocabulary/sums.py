@@ -72,9 +72,8 @@ class _SumOverIds(torch.autograd.Function):
             student, teacher = plan.student(hidden, weight, bias), Side(ctx.heads.teachers[0], plan)
             total = GradientSums(plan, student, ctx.needs_input_grad[2:], weight.dtype)
             slopes = slopes * grad.unsqueeze(1)
-            for start, stop in plan.chunks(0, plan.common):
-                chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
-                total.begin(start, stop)
+            for start, stop, chunk in total.chunks(0, plan.common):
+                teacher_chunk = teacher.chunk(start, stop)
                 for rows in plan.row_blocks():
                     log_p, cap_slope = student.logits(rows, chunk, start)
                     log_q, _ = teacher.logits(rows, teacher_chunk, start)
@@ -85,7 +84,6 @@ class _SumOverIds(torch.autograd.Function):
                     )
                     _of_logits_in_place(log_p, of_log_p, slopes[rows])
                     total.add(rows, log_p, chunk, cap_slope)
-                total.end()
             return None, None, *total.results()
 
 

@@ -105,11 +105,9 @@ class _ByTokenBlocks(torch.autograd.Function):
                         plan, ctx.divergence, rows, log_p, log_q[own], grad[rows]
                     )
                     _of_logits_in_place(log_p, of_log_p)
-                for start, stop in plan.chunks(0, student.size):
+                for start, stop, chunk in total.chunks(0, student.size):
                     slope = None if cap_slope is None else cap_slope[:, start:stop]
-                    total.begin(start, stop)
-                    total.add(block, logits[:, start:stop], student.chunk(start, stop), slope)
-                    total.end()
+                    total.add(block, logits[:, start:stop], chunk, slope)
             return None, None, *total.results()
 
 

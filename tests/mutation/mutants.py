@@ -589,7 +589,7 @@ MUTANTS: dict[str, Mutant] = {
          "torch.empty_like(settings.weight, dtype=weight_dtype)"),
     ),
     "chunk of half precision begins as fresh memory": mutant(
-        "full_vocabulary/blocks.py", "GradientSums.begin",
+        "full_vocabulary/blocks.py", "GradientSums.chunks",
         ("self.weight[self.ids].to(self.plan.dtype)",
          "self.weight[self.ids] if self.weight.dtype == self.plan.dtype "
          "else torch.empty_like(self.weight[self.ids], dtype=self.plan.dtype)"),
