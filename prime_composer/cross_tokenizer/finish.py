@@ -300,7 +300,6 @@ class Positions:
         return 0.0
 
     def totals(self, support: Supports, masses: Masses) -> Totals:
-        """Return sums over the positions."""
         here, norm = self.has_score, self.norm(masses)
         unlisted = np.minimum(masses.unlisted / np.where(norm > 0, norm, 1.0), 1.0)
         mass = np.where(support.known, support.q, 0.0).sum(-1)

@@ -32,7 +32,6 @@ class Memo(Generic[Key]):
         self._known: dict[Key, int] = {}
 
     def __call__(self, keys: Sequence[Key]) -> NDArray[np.int64]:
-        """Return the number of each key."""
         known = self._known
         found = list(map(known.get, keys))
         if None in found:

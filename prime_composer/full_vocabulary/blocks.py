@@ -74,7 +74,6 @@ class Side:
         self.factor = logits.scale / plan.heads.temperature
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        """Return rows of the head."""
         return _operand(self.settings.weight[start:stop].to(self.hidden.device))
 
     def logits(self, rows: slice, chunk: Tensor, start: int) -> tuple[Tensor, Tensor | None]:

@@ -174,7 +174,6 @@ class WholeVocabulary(Support):
 
     @property
     def token_ids(self) -> Int[Tensor, "seq k"]:
-        """All ids, [seq, V]."""
         return self._tensors.token_ids
 
     @property

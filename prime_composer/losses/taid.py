@@ -79,7 +79,6 @@ class TAIDLossConfig(SupportLossConfig):
         return self
 
     def make_state(self) -> "TAIDScheduler":
-        """Return a schedule at its first step."""
         return TAIDScheduler(self)
 
 

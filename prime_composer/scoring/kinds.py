@@ -131,18 +131,15 @@ class SampledToken(SupportKind):
     name = "sampled"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """One number."""
         return [Field("sampled", "float32", 0)]
 
     def arrays(
         self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Gather the logits of the next tokens."""
         own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
         return {"sampled": own.squeeze(-1)}
 
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
-        """Return scores with an empty support."""
         own = own_logprobs(arrays)
         return Scores(own, torch.empty(len(own), 0).long(), torch.empty(len(own), 0), start=start)
 
@@ -154,7 +151,6 @@ class TopK(SupportKind):
     ranked = in_json = True
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
-        """Ids and log-probs."""
         return [Field("top_ids", "int32", k), Field("top_logprobs", "float32", k)]
 
     def arrays(
@@ -182,7 +178,6 @@ class TopK(SupportKind):
         return KindRequest(self.name, k)
 
     def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
-        """Return the arrays as they are."""
         return Scores(
             own_logprobs(arrays),
             torch.from_numpy(arrays["top_ids"].astype(np.int64)),
@@ -202,7 +197,6 @@ class Given(SupportKind):
     def arrays(
         self, rows: HiddenRows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
     ) -> dict[str, Tensor]:
-        """Gather the logits of the ids."""
         assert numbers is not None
         return {"given": rows.logits.gather(-1, numbers.long()) - rows.log_normalizer}
 

@@ -60,7 +60,6 @@ class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """Tokens of interest."""
         return len(self.token_ids) - self.start - sum(last - first for first, last in self.skip)
 
 

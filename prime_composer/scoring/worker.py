@@ -47,7 +47,6 @@ class RowsRequest(msgspec.Struct, frozen=True):
 
     @property
     def n(self) -> int:
-        """Rows of interest."""
         return sum(last - first for first, last in self.ranges)
 
     def mark(self) -> dict[str, bytes]:
@@ -116,7 +115,6 @@ class Progress:
 
 
 def uint8(content: bytes) -> Tensor:
-    """Return bytes as a tensor."""
     return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
 
 

@@ -41,7 +41,6 @@ class Teachers:
 
     @property
     def tapes(self) -> dict[TeacherId, TapedScorer]:
-        """The teachers that have a tape."""
         return {
             teacher: scorer
             for teacher, scorer in self._behind_prompts.items()
@@ -142,7 +141,6 @@ class Teachers:
         }
 
     def close(self) -> None:
-        """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
 

@@ -331,7 +331,6 @@ class OwnPromptScorer:
         return max(0, min(piece.end - piece.start, limit - 1 - len(piece.prompt)))
 
     def close(self) -> None:
-        """Close the teacher's scorer."""
         self.scorer.close()
 
 

@@ -249,7 +249,6 @@ class OwnTokenizerScorer(OwnPromptScorer):
 
     @property
     def size(self) -> int:
-        """Entries of the teacher's head."""
         return self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
 
     @property

@@ -116,7 +116,6 @@ class PolicyTeacher:
         return self.model.state_dict() if self._moves else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
         if self._moves:
             self.model.load_state_dict(state)
 

@@ -199,15 +199,12 @@ class ServerScorer(Server):
         return "/v1/completions", completion_request(model, token_ids, settings)
 
     def refused(self, refusal: RequestRefused, path: str, k: int = 0) -> ServerError:
-        """Return the error for a refusal."""
         return self._refusal(refusal, path)
 
     def error(self, message: str) -> ServerError:
-        """Return an error about this server."""
         return self._connection.error(message)
 
     def show(self, message: str) -> None:
-        """Show a line of progress."""
         self._connection.show(message)
 
     def close(self) -> None:

@@ -45,7 +45,6 @@ class VLLMScorer:
 
     @property
     def limits(self) -> Limits:
-        """The engine's sizes."""
         return self._engine.limits
 
     gives_any_ids = True

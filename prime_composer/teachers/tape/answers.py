@@ -54,7 +54,6 @@ class TeacherQuestion:
 
     @property
     def note(self) -> Note:
-        """What the index says of the answer."""
         return Note(self.key, self.kind, self.k, self.hidden, self.rows)
 
     @property

@@ -83,7 +83,6 @@ class TapedScorer:
 
     @property
     def folder(self) -> Path:
-        """The tape's folder."""
         return self._store.folder
 
     @property
@@ -252,7 +251,6 @@ class TapedScorer:
         return {"tape/read": 1 - missing / asked} if asked else {}
 
     def close(self) -> None:
-        """Close the teacher."""
         if self.live is not None:
             self.live.close()
 

@@ -138,7 +138,6 @@ class Store:
 
     @property
     def answers(self) -> Iterator[StoredAnswer]:
-        """Every answer."""
         for of_key in self._answers.values():
             yield from of_key
 

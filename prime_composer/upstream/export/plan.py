@@ -44,7 +44,6 @@ class ExportPlan:
         models: Mapping[str, Any],
         problems: ProblemSet | None = None,
     ) -> "ExportPlan":
-        """Resolve a recipe."""
         routing = Routing.of_recipe(recipe) if recipe.loss.compares_with_teacher else None
         return cls(
             recipe,

@@ -221,7 +221,6 @@ def name_dialects(table: dict[str, Any], config: Any, version: str) -> None:
 
 
 def scheduler(config: TrainerConfig) -> dict[str, Any]:
-    """Return the learning rate's schedule."""
     kind, warmup = config.schedule, config.warmup_steps
     decay = config.steps - warmup
     # A decay of one step is at its peak, and prime-rl would divide by decay - 1.

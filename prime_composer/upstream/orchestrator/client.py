@@ -175,11 +175,9 @@ class OpenAITransport:
         return cause if isinstance(cause, Exception) else refusal
 
     def error(self, message: str) -> InvalidAnswer:
-        """Return an error about this server."""
         return InvalidAnswer(message)
 
     def show(self, message: str) -> None:
-        """Tell the user."""
         log(message)
 
 

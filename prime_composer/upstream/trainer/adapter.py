@@ -217,7 +217,6 @@ class TrainerAdapter:
         )
 
     def called(self) -> None:
-        """Note a call of the loss."""
         self.calls += 1
 
     def judge_micro_batch(self) -> None:

@@ -211,7 +211,6 @@ class TeacherConnections:
 
 
 def on_device(head: TeacherHead, device: torch.device) -> TeacherHead:
-    """Return a head on another device."""
     bias = None if head.bias is None else head.bias.to(device)
     return replace(head, weight=head.weight.to(device), bias=bias)
 
@@ -226,7 +225,6 @@ class StepAnswers:
     _next: int = 0
 
     def __post_init__(self) -> None:
-        """Ask for the first micro-batches."""
         self._ask_ahead_of(0)
 
     def take(self, number: int) -> list[Scores]:
