@@ -13,10 +13,7 @@ REMOVED: dict[str, str] = {
         "put self_distillation beside an RL loss, by [loss.rl_mix] or compose",
     ),
     **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
-    **dict.fromkeys(
-        ("loss.type=amid", "loss.type=adaptive_kl"),
-        "choose skewed_kl, generalized_jsd or topk_reverse_kl",
-    ),
+    **dict.fromkeys(("loss.type=amid", "loss.type=adaptive_kl"), "choose generalized_jsd"),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
     "teacher.head": "leave it out; a server sends its own output head, which is kept",
     "diloco.min_replicas": "leave it out; an outer step takes a majority of the islands",

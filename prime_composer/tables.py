@@ -96,12 +96,9 @@ def named_module(name: str, what: str, form: str) -> tuple[ModuleType, str]:
     try:
         return importlib.import_module(module_name), attribute
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (parts[0], module_name)
-        remedy = (
-            "Put the folder that contains it on PYTHONPATH, or install its package."
-            if missing
-            else "Correct the module: `import` it in Python to see where."
-        )
+        remedy = "Correct the module: `import` it in Python to see where."
+        if isinstance(error, ModuleNotFoundError) and error.name in (parts[0], module_name):
+            remedy = "Put the folder that contains it on PYTHONPATH, or install its package."
         raise ValueError(
             f"{what}: module {module_name!r} cannot be imported "
             f"({type(error).__name__}: {error}). {remedy}"
