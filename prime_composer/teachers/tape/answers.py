@@ -7,7 +7,8 @@ sampled. K and hidden states are in the index, so that an answer with more is fo
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,25 +42,11 @@ def ids_as_bytes(ids: Tensor | Sequence[int]) -> bytes:
     return content.astype("<i4").tobytes()
 
 
-@dataclass(frozen=True)
-class TeacherQuestion:
+class TeacherQuestion(NamedTuple):
     """What a teacher is asked about one rollout."""
 
-    key: str
-    kind: str  # in words
-    k: int
-    hidden: bool
+    note: Note  # what the index says of its answer
     start: int  # position of the first scored token in what the teacher reads
-    rows: int
-
-    @property
-    def note(self) -> Note:
-        return Note(self.key, self.kind, self.k, self.hidden, self.rows)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether an answer with more ids has no answer to this one in it."""
-        return self.kind == CHOSEN
 
 
 def teacher_question(
@@ -79,7 +66,7 @@ def teacher_question(
     if not rollout.trained.all():  # other rows may not have been read
         parts.append(rollout.trained.numpy().tobytes())
     key = answer_key(kind.encode(), *parts)
-    return TeacherQuestion(key, kind, k, hidden, len(read), len(own))
+    return TeacherQuestion(Note(key, kind, k, hidden, len(own)), len(read))
 
 
 def text_key(prompt: Sequence[int], params: SamplingParams, *of_call: bytes) -> str:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.teachers.tape.answers import (
+    CHOSEN,
     HEAD_KEY,
     KNOWN_KEY,
-    TeacherQuestion,
     answer_key,
     head_of_bytes,
     head_record,
@@ -31,7 +31,7 @@ from prime_composer.teachers.tape.answers import (
     text_record,
     texts_of_bytes,
 )
-from prime_composer.teachers.tape.store import Record, Store, TapeError
+from prime_composer.teachers.tape.store import Note, Record, Store, TapeError
 from prime_composer.teachers.watch import (
     COMPARED_IDS,
     KNOWN_TOKENS,
@@ -146,9 +146,10 @@ class TapedScorer:
         if hidden and self._head is None and (content := self._store.get(HEAD_KEY)) is not None:
             self._head = head_of_bytes(content, f"The tape {self.folder}")
         self._store.refresh()
-        found = {one.key: content for one in questions if (content := self._get(one)) is not None}
-        chosen = first_missing([one.key for one in questions], found)
-        missing = sum(one.key not in found for one in questions)
+        notes = [one.note for one in questions]
+        found = {one.key: content for one in notes if (content := self._get(one)) is not None}
+        chosen = first_missing([one.key for one in notes], found)
+        missing = sum(one.key not in found for one in notes)
         self._counts.update(asked=len(questions), missing=missing)
         if chosen:
             arguments: dict[str, Any] = {"hidden": True} if hidden else {}
@@ -158,15 +159,16 @@ class TapedScorer:
             ):
                 if values is not None:
                     arguments[name] = [values[index] for index in chosen]
-            asked = [questions[index] for index in chosen]
+            asked = [notes[index] for index in chosen]
             found |= self._ask(rollouts, chosen, asked, support_size, arguments)
         return [
-            scores_of_bytes(found[one.key], one.start, self._head if hidden else None).top(k)
+            scores_of_bytes(found[one.note.key], one.start, self._head if hidden else None).top(k)
             for one in questions
         ]
 
-    def _get(self, one: TeacherQuestion) -> bytes | None:
-        content = self._store.get(one.key, one.k, one.hidden, one.is_exact)
+    def _get(self, one: Note) -> bytes | None:
+        # An answer about chosen ids has no answer about fewer of them in it.
+        content = self._store.get(one.key, one.k, one.hidden, exact=one.kind == CHOSEN)
         # Without the head no loss reads hidden states, as where the disk was full for it.
         return None if one.hidden and self._head is None else content
 
@@ -174,7 +176,7 @@ class TapedScorer:
         self,
         rollouts: Sequence[Rollout],
         chosen: Sequence[int],
-        questions: Sequence[TeacherQuestion],
+        notes: Sequence[Note],
         support_size: int | Literal["full"],
         arguments: Mapping[str, Any],
     ) -> dict[str, bytes]:
@@ -186,19 +188,19 @@ class TapedScorer:
                 f"[{self._table}] the tape {self.folder} lacks {len(chosen)} of "
                 f"{len(rollouts)} answers, and tape_only = true opens no teacher. The first one is "
                 f"about rollout {chosen[0]}, of {len(first.token_ids) - first.start} tokens that "
-                f"begin with {ids} (K = {questions[0].k}{', hidden states' * questions[0].hidden})",
+                f"begin with {ids} (K = {notes[0].k}{', hidden states' * notes[0].hidden})",
                 chosen[0],
                 f"{ONCE}, or let `prime-rl tape make` score the data's answers",
             )
         asked = [rollouts[index] for index in chosen]
-        self._remember(asked[0], questions[0].k)
+        self._remember(asked[0], notes[0].k)
         answers = self.live.score(asked, support_size, **arguments)
         if self._head is None and answers[0].hidden:
             self._head = answers[0].hidden[0].head
             self._store.add([head_record(self._head)], self._is_fixed)
         records = [
-            Record(one.note, scores_as_bytes(scores))
-            for one, scores in zip(questions, answers, strict=True)
+            Record(note, scores_as_bytes(scores))
+            for note, scores in zip(notes, answers, strict=True)
         ]
         self._store.add(records, self._is_fixed)
         # Another process may have been first. Then its numbers are those of all.
