@@ -33,23 +33,19 @@ PASSED = {"ok": True, "failed": False, "skipped": None}  # A check's; a warning 
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 TITLES = {
-    "agreement": "nats from a forward pass",
     "vocabulary": "output head, entries",
     "largest_k": "largest K",
     "max_logprobs": "largest K in JSON (--max-logprobs)",
     "sampled_logprob": "mean log-prob of its own tokens, sampled",
     "scored_logprob": "the same, scored",
-    "largest_k_exact": "a larger K is refused",
     "entropy": "entropy, nats",
     "recommended_k": "recommended K",
     "k": "K",
     "column": "K",
     "reverse_kl": "reverse KL, nats",
     "hidden": "share of the KL hidden",
-    "endings": "of them at the end",
     "throughput": "scoring, rollout tokens without prompts",
     "by_k": "by K",
-    "special_tokens": "special tokens in the rollouts, mean probabilities",
     "run_seconds": "run seconds, without evaluations",
 }
 """Field of a record -> its title, where the field's own name is not enough."""
@@ -143,13 +139,15 @@ def print_probe(report: ProbeReport) -> None:
     if report.student is not None:
         models = {"student": report.student, **models}
     if models:
-        why = {name: model.unmeasured for name, model in models.items()}
+        why = {name: teacher.unmeasured for name, teacher in report.teachers.items()}
         reasons = [(name, *reason) for name, own in why.items() for reason in own.items()]
         step = [] if report.step is None else side_by_side([report.step])
+        metrics = {} if report.step is None else report.step.metrics
         made += [
             table_of("models", ("", *models), side_by_side([*models.values()])),
             *lists_of(models),
             table_of("one step of this recipe", ("", "value"), step),
+            table_of("its metrics", ("", "value"), [(k, formatted(v)) for k, v in metrics.items()]),
             table_of("not measured", ("model", "what", "why"), reasons),
         ]
     for table in made:
@@ -198,7 +196,7 @@ def leaves(record: object, of: str = "") -> Iterator[tuple[str, Any]]:
         title = of + TITLES.get(name, name.replace("_", " "))
         if is_dataclass(value):
             yield from leaves(value, "" if name == "facts" else f"{title}: ")
-        elif name != "unmeasured":
+        elif name not in ("unmeasured", "metrics"):
             yield title, value
 
 

@@ -44,18 +44,18 @@ def test_tables_have_every_fact_of_the_json(probes: Cli, tiny_recipe: Raw) -> No
     done = probes(tiny_recipe())
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
+    metrics = report["step"].pop("metrics")
+    assert "rollout/entropy" in metrics and [name for name in metrics if name not in printed] == []
     for record in (report["step"], report["student"], *report["teachers"].values()):
         names = {name for name, value in fields_of(record) if value not in (None, [], {})}
         titles = {command.TITLES.get(name, name.replace("_", " ")) for name in names - HEADINGS}
         assert [title for title in titles if title not in printed] == []
-    assert report["teachers"]["teacher"]["facts"]["tokenizer"]["vocabulary_hash"] in printed
     assert "[teacher] scores passed" in printed and "recommendations - [teacher]" in printed
-    assert "teacher agreement it runs in this process" in printed
     assert "loading the student" in done.stderr and "loading" not in done.stdout
     assert sorted(path.name for path in Path().iterdir()) == ["tiny.toml"]
 
 
-HEADINGS = {"facts", "unmeasured", "special_ids"}  # The last one's entries are names of tokens
+HEADINGS = {"facts", "unmeasured"}
 
 
 def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
@@ -64,7 +64,7 @@ def fields_of(record: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(one, dict):
             for name, value in one.items():
                 yield name, value
-                if name not in ("unmeasured", "special_ids"):
+                if name != "unmeasured":
                     yield from fields_of(value)
 
 
@@ -79,12 +79,12 @@ def test_json_has_stable_keys_and_numbers(probes: Cli, tiny_recipe: Raw) -> None
     assert set(report["checks"][0]) == {"name", "passed", "message"}
     assert set(report["step"]) == {
         "rollouts", "tokens", "column", "sample_seconds", "score_seconds", "train_seconds",
-        "run_seconds",
+        "run_seconds", "metrics",
     }  # fmt: skip
     teacher = report["teachers"]["teacher"]
     assert {
-        "facts", "same_tokenizer", "same_prompts", "head_bfloat16", "agreement", "special_tokens",
-        "share", "throughput", "plugin", "support", "tokenizers", "wrong_answers", "unmeasured",
+        "facts", "same_prompts", "head_bfloat16", "share", "throughput", "plugin", "support",
+        "wrong_answers", "unmeasured",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
     assert len(speeds) == 7 and all(isinstance(speed, float) for speed in speeds)
@@ -180,12 +180,10 @@ def test_a_bfloat16_server_is_probed_as_it_is(
         done = prime_rl("probe", "--config", recipe, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["teachers"]["teacher"]
-    assert found["same_tokenizer"] is True and found["head_bfloat16"] is True
+    assert found["head_bfloat16"] is True
     assert found["facts"]["largest_k"] == 20 and found["facts"]["context"] == 128
-    assert 1e-4 < found["agreement"]["largest"] < 0.5
     speeds = {entry["column"]: entry["tokens_per_second"] for entry in found["throughput"]}
     assert speeds["8"] > 0 and speeds["32"] is speeds["64"] is None
-    assert found["facts"]["logprob_mode"] == "raw"
 
 
 def test_context_beyond_the_model_is_said_once_in_preflights_words(

@@ -191,10 +191,12 @@ def test_probe_compares_the_prompts_of_tasks(problems: ProblemSet) -> None:
     rollout = Rollout(torch.tensor([0]), torch.tensor([True]), torch.tensor([0.0]), "stop", 0)
     samples = [Sample(rollout, task, "", 0.0) for task in problems.held_out[:3]]
     facts = ModelFacts("t", "transformers", "float32")
-    target = Target("teacher", facts, None, samples, 1.0, lambda: own)
-    assert equal_prompts(target, tokenized, own)
     other.chat_template = "{{ messages[0].content }}"
-    assert not equal_prompts(target, tokenized, other)
+    same, differs = (
+        equal_prompts(Target("teacher", facts, None, samples, 1.0, lambda: one), tokenized)  # noqa: B023
+        for one in (own, other)
+    )
+    assert same and not differs
 
 
 def prepared(**environments: Any) -> dict[str, Any]:

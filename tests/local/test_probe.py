@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -20,19 +21,13 @@ from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import CheckResult
 from prime_composer.local.probe.report import (
-    ModelFacts,
-    NotMeasured,
     ProbeReport,
     SupportFacts,
 )
 from prime_composer.local.probe.run import FirstStep, probe_engine
 from prime_composer.local.probe.teacher import (
-    Compared,
-    Target,
-    find_tokenizer,
     hidden_by_k,
     is_bfloat16_like,
-    read_tokenizer,
     support_facts,
 )
 from prime_composer.problems.loading import load_problem_set
@@ -40,11 +35,11 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe
 from prime_composer.scoring.wire import VERSION
 from prime_composer.step.batch import Sample
-from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import VOCAB, probed, sample, tiny_models
+from tests.local.helpers import VOCAB, probed, tiny_models
+from tests.teachers.own import own_recipe
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +109,7 @@ def tail_kl(p: np.ndarray, q: np.ndarray, k: int) -> float:
 
 def facts_of(student: torch.Tensor, teacher: torch.Tensor) -> SupportFacts:
     """Return what is said about supports of these log-probs."""
-    none = torch.zeros(len(teacher))
-    return support_facts(Compared(none.long(), none.bool(), none, none, student, teacher), (1, 8))
+    return support_facts(student, teacher, (1, 8))
 
 
 def sorted_logs(p: np.ndarray, q: np.ndarray, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,12 +168,12 @@ def test_tiny_recipe_passes_every_check(tiny_report):
     assert tiny_report.passed and {one.state for one in tiny_report.findings} == {"ok"}
     names = [finding.name for finding in tiny_report.findings]
     assert "weight sync" in names and "[teacher] scores" in names
-    assert tiny_report.teachers["teacher"].same_tokenizer is True
     assert tiny_report.teachers["teacher"].same_prompts is True
     assert tiny_report.teachers["teacher"].facts.largest_k == VOCAB
     assert tiny_report.teachers["teacher"].head_bfloat16 is False
     assert tiny_report.teachers["teacher"].plugin is None
-    assert tiny_report.student.agreement.largest < 1e-5
+    metrics = tiny_report.step.metrics
+    assert metrics["sampler/mismatch_kl"] < 1e-8 and math.isfinite(metrics["loss"])
 
 
 def test_support_facts_equal_full_softmaxes_of_both_models(tiny_report):
@@ -210,7 +204,7 @@ def test_forecast_is_the_clock_of_a_step(tiny_report):
     step, teacher = tiny_report.step, tiny_report.teachers["teacher"]
     assert [entry.column for entry in teacher.throughput] == ["0", "1", "8", "20", "32", "64"]
     assert step.rollouts == 6 and step.column == "8"
-    assert step.tokens == pytest.approx(6 * tiny_report.student.tokens_per_rollout)
+    assert step.tokens == pytest.approx(6 * step.metrics["rollout/tokens"])
     assert step.sample_seconds == pytest.approx(step.tokens / tiny_report.student.tokens_per_second)
     for entry in teacher.throughput:
         assert entry.seconds_per_step == pytest.approx(step.tokens / entry.tokens_per_second)
@@ -252,32 +246,16 @@ def test_a_bfloat16_teacher_is_recognized(tiny_recipe, monkeypatch):
     assert any("rounded to bfloat16" in text for text in report.recommendations)
 
 
-def test_an_end_improbable_for_the_teacher_is_measured_and_named(with_models):
-    """The trained model ends its texts, the hardly trained one would not. Both are read again."""
+def test_an_end_improbable_for_the_teacher_is_advised(with_models):
+    """The trained model ends its texts, the hardly trained one would not."""
     raw, student, teacher = with_models(rollout__max_tokens=60)
     raw |= {"student": {"model": str(teacher)}, "teacher": {"model": str(student)}}
     report = probed(raw)
-    (row,) = report.teachers["teacher"].special_tokens
-    assert row.token == "<|endoftext|>" and row.student_id == row.teacher_id == 0
-    assert row.endings == row.occurrences > 0
-    assert row.teacher_probability < 0.1 * row.student_probability
-    assert any("strings = ['<|endoftext|>']" in text for text in report.recommendations)
-    samples = rollouts_of(raw)
-    auto = import_transformers().AutoModelForCausalLM
-    for folder, measured in (
-        (teacher, row.student_probability),
-        (student, row.teacher_probability),
-    ):
-        model = auto.from_pretrained(folder).eval()
-        found = []
-        for own in samples:
-            ids = own.rollout.token_ids
-            if own.rollout.finish_reason == "stop":
-                with torch.no_grad():
-                    last = model(ids[None]).logits[0, -2].double().softmax(-1)
-                found.append(float(last[ids[-1]]))
-        assert len(found) == row.endings
-        assert measured == pytest.approx(float(np.mean(found)), rel=1e-3)
+    metrics = report.step.metrics
+    assert metrics["rollout/end_teacher"] < 0.1 * metrics["rollout/end_student"]
+    assert any("[loss.stops]" in text for text in report.recommendations)
+    raw["loss"]["special_tokens"] = {"strings": ["<|endoftext|>"]}
+    assert not any("[loss.stops]" in text for text in probed(raw).recommendations)
 
 
 def test_another_token_fails_its_check_and_the_rest_is_measured(with_models):
@@ -292,10 +270,6 @@ def test_another_token_fails_its_check_and_the_rest_is_measured(with_models):
     (failed,) = failures(report)
     assert failed.name == "[teacher] tokenizer, vocabulary, context"
     assert "different vocabularies" in failed.text and not report.passed
-    student, own = report.student.facts.tokenizer, report.teachers["teacher"].facts.tokenizer
-    assert student.vocabulary_hash != own.vocabulary_hash
-    assert student.split_hash != own.split_hash
-    assert report.teachers["teacher"].same_tokenizer is False
     assert report.teachers["teacher"].throughput[-1].tokens_per_second > 0
 
 
@@ -344,7 +318,7 @@ def test_what_a_step_asks_for_is_a_column_of_its_own(tiny_recipe, teacher, k):
     assert report.step.column == ("states" if k == "full" else "4")
     (own,) = (entry for entry in found.throughput if entry.column == report.step.column)
     assert own.tokens_per_second > 0 and report.step.score_seconds > 0
-    assert found.share == 1.0 and found.same_tokenizer
+    assert found.share == 1.0
     if teacher == "the policy":
         assert found.facts.model == "the policy, hint 'reference'"
 
@@ -365,7 +339,20 @@ def test_preference_pairs_are_part_of_the_training_seconds(tiny_recipe, tmp_path
     loss = {"type": "compose", "distillation": {"opd": channel}, "rl": {"weight": 0.0},
             "replay": {"weight": 0.1, "loss": {"type": "simpo"}}}  # fmt: skip
     report = probed(tiny_recipe(loss=loss, replay={"source": "jsonl", "path": str(pairs)}))
-    assert report.step.train_seconds > 0 and "training" not in report.student.unmeasured
+    assert report.passed and report.step.train_seconds > 0
+
+
+def test_a_teacher_with_its_own_tokenizer_is_measured(tiny_recipe):
+    """The step's metrics say how many of the student's tokens it can score."""
+    report = probed(own_recipe(tiny_recipe, trainer__steps=1))
+    assert report.passed, failures(report)
+    teacher, metrics = report.teachers["teacher"], report.step.metrics
+    assert teacher.same_prompts is None and teacher.head_bfloat16 is None
+    assert teacher.throughput[-1].tokens_per_second is not None
+    assert teacher.support.by_k[-1].reverse_kl > 0 and teacher.support.entropy > 0
+    assert 0 < metrics["xtok/aligned"] < 1
+    named = [one.text for one in report.findings if one.name == "a step's metrics"]
+    assert any("noncanonical" in one for one in named) == (metrics["xtok/noncanonical"] > 0.05)
 
 
 # Servers --------------------------------------------------------------------------------------
@@ -400,10 +387,7 @@ def test_served_models_are_measured_and_get_no_weights(served):
     assert (
         refused.keys() == {"32", "64"} and "64" in refused["64"] and facts.support.largest_k == 20
     )
-    assert facts.agreement.largest < 1e-4 and facts.agreement.tokens > 0
-    assert facts.facts.logprob_mode == "raw"
     assert any("in JSON, several times slower" in text for text in report.recommendations)
-    assert report.student.facts.logprob_mode == "processed"
 
 
 def test_a_server_with_the_plugin_shows_its_facts(served):
@@ -433,36 +417,6 @@ def test_a_plugin_without_a_head_says_why(served):
     assert "spoiled with status_400" in report.unmeasured["output head"]
 
 
-def test_a_server_of_other_weights_shows_in_the_agreement(served):
-    raw, _, teacher = served()
-    teacher.swap(tiny_models(TINY_RECIPE)["student"])
-    report = probed(raw)
-    assert report.teachers["teacher"].agreement.largest > 0.5
-    assert any("start the server with that checkpoint" in text for text in report.recommendations)
-
-
-@pytest.mark.parametrize("can_tokenize", [True, False])
-def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_tokenize):
-    raw, _, teacher = with_models()
-    with SpoilingServer(teacher, can_tokenize=can_tokenize) as server:
-        for file in teacher.glob("tokenizer*"):
-            file.unlink()
-        scorer = ServerScorer(server.url, str(teacher))
-        facts = ModelFacts("m", "server", "float32")
-        asked = Target("teacher", facts, scorer, [sample(0)], 1.0, lambda: load_tokenizer(teacher))
-        try:
-            if not can_tokenize:
-                with pytest.raises(NotMeasured, match="not on this machine, and cannot be asked"):
-                    find_tokenizer(asked, student[1])
-                return
-            tokenizer, facts, same = find_tokenizer(asked, student[1])
-        finally:
-            scorer.close()
-    assert tokenizer is None and same is True
-    assert not facts.from_files and facts.special_ids == {"<|endoftext|>": 0}
-    assert facts.split_hash == read_tokenizer(student[1]).split_hash
-
-
 @pytest.mark.parametrize("within", ["running a step", "measuring teacher"])
 def test_a_wrong_score_after_the_preflight_is_named_by_its_part(served, within):
     """The rest is measured all the same, on the rollouts that were sampled before."""
@@ -482,5 +436,4 @@ def test_a_wrong_score_after_the_preflight_is_named_by_its_part(served, within):
         return
     assert failed.name == "a step's training"
     assert report.step.sample_seconds > 0 and report.step.score_seconds is None
-    assert report.student.unmeasured["training"] == failed.text
     assert report.teachers["teacher"].support is not None

@@ -42,22 +42,6 @@ class Attempts:
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    """A model's tokenizer, read from files or asked of its server.
-
-    ``vocabulary_hash`` is of every token with its id, and ``split_hash`` of the ids of the
-    preflight's three texts, which merges and normalizers decide.
-    """
-
-    from_files: bool
-    split_hash: str
-    special_ids: Mapping[str, int]
-    vocabulary_hash: str | None = None
-    template_hash: str | None = None
-    eos: str | None = None
-
-
-@dataclass(frozen=True)
 class ModelFacts:
     """A model and what answers for it."""
 
@@ -68,32 +52,6 @@ class ModelFacts:
     context: int | None = None  # longest sequence in tokens
     vocabulary: int | None = None  # entries of the output head
     largest_k: int | None = None  # that scoring accepts, or that it accepted of the table's
-    # False where a larger K may be accepted too; None where no K is known
-    largest_k_exact: bool | None = None
-    logprob_mode: str | None = None  # "processed": after temperature and top-p
-    tokenizer: TokenizerFacts | None = None  # None where it cannot be read nor asked
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Absolute difference between two computations of some tokens' log-probs, in nats."""
-
-    largest: float
-    mean: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class SpecialToken:
-    """A special token in the rollouts, or the last token of a finished one."""
-
-    token: str
-    student_id: int
-    teacher_id: int | None
-    occurrences: int
-    endings: int
-    student_probability: float
-    teacher_probability: float
 
 
 @dataclass(frozen=True)
@@ -146,38 +104,14 @@ class PluginReport:
 
 
 @dataclass(frozen=True)
-class TokenizerPairFacts:
-    """What one pass of a teacher with a tokenizer of its own says of the student's rollouts."""
-
-    positions: int  # tokens of the rollouts
-    aligned: float  # share of them that begin where one of the teacher's does
-    teacher_tokens: float  # per token of the student
-    closed_mass: float  # of the teacher on tokens whose first student token is certain
-    open_tokens: int  # its tokens of which that is not so
-    often_open: Sequence[str]  # those with most mass, as text
-    k: int  # ids of a support
-    support_mass: float  # the teacher's mass on the K ids
-    best_mass: float  # that on the K ids with most mass, resolved or not
-    noncanonical: float  # share of tokens that the student would not write
-    unscored: float  # share of tokens without a score
-    off_path: float  # share with over 5 % of the mass on other tokenizations
-    student_prompt: str  # the end of a prompt as the student reads it
-    teacher_prompt: str  # as the teacher does
-
-
-@dataclass(frozen=True)
 class TeacherReport:
     facts: ModelFacts
-    same_tokenizer: bool | None  # its tokens and ids are the student's
     same_prompts: bool | None  # its own template writes the same prompts
     head_bfloat16: bool | None  # its log-probs show logits rounded to bfloat16
-    agreement: Agreement | None  # with a float32 forward pass of the checkpoint
-    special_tokens: Sequence[SpecialToken]
     share: float  # of the step's rollouts that it scores
     throughput: Sequence[Throughput]  # by column
     plugin: PluginReport | None  # None for a teacher that is no server
     support: SupportFacts | None  # what a top K hides
-    tokenizers: TokenizerPairFacts | None  # None with the student's tokenizer
     wrong_answers: Sequence[str]  # that no model can have given
     unmeasured: Mapping[str, str]  # reasons by measurement
 
@@ -185,12 +119,7 @@ class TeacherReport:
 @dataclass(frozen=True)
 class StudentReport:
     facts: ModelFacts
-    agreement: Agreement | None  # the sampler's log-probs of the rollouts with the trainer's
-    rollouts: int  # that the step sampled
-    tokens_per_rollout: float | None  # without the prompt
-    truncated: float | None  # share that used up ``rollout.max_tokens``
     tokens_per_second: float | None  # of sampling
-    unmeasured: Mapping[str, str]  # reasons by measurement
 
 
 @dataclass(frozen=True)
@@ -226,6 +155,7 @@ class StepForecast:
     score_seconds: float | None
     train_seconds: float | None
     run_seconds: float | None
+    metrics: Mapping[str, float]  # of the step, as far as it came, by their names in metrics.jsonl
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine, tokenizer_of
 from prime_composer.local.preflight import (
-    TOLERANCES,
     CheckResult,
     State,
     all_findings,
@@ -29,7 +28,6 @@ from prime_composer.local.preflight import (
 )
 from prime_composer.local.probe.report import (
     NO_ROLLOUT,
-    Attempts,
     ModelFacts,
     NotMeasured,
     ProbeReport,
@@ -39,13 +37,7 @@ from prime_composer.local.probe.report import (
     SupportSize,
     TeacherReport,
 )
-from prime_composer.local.probe.teacher import (
-    Target,
-    forward_agreement,
-    logprob_mode,
-    probe_teacher,
-    read_tokenizer,
-)
+from prime_composer.local.probe.teacher import Target, probe_teacher
 from prime_composer.local.watch_metrics import tokens_of_no_use
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import with_token_ids
@@ -63,6 +55,7 @@ from prime_composer.recipe.urls import public_url
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.step.mismatch import Mismatch, SamplerCheck
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 
@@ -70,7 +63,7 @@ SECONDS_PER_COLUMN = 2.0  # Time for the speed at one K of one teacher
 
 ROLLOUTS = 32  # Most rollouts that a model is measured on
 
-IMPROBABLE = 0.1  # Teacher's share of the student's probability of a special token
+IMPROBABLE = 0.1  # Teacher's share of the student's probability of the ends of its answers
 
 SLOW_JSON = 8  # From this K on, JSON is several times slower (scoring/README.md)
 
@@ -169,11 +162,12 @@ def probe_engine(
             seconds,
         )
         findings.append(scoring_finding(table, teacher, own))
-        findings += tokenizer_findings(table, teacher)
-        advice += [f"[{table}] {text}" for text in recommendations(own, loss, teacher)]
+        advice += [f"[{table}] {text}" for text in recommendations(own, teacher)]
     findings.append(step.finding("training", "train"))
+    warnings = tokens_of_no_use(step.metrics).values()
+    findings += [CheckResult("a step's metrics", "warning", text) for text in warnings]
     forecast = step.forecast(recipe.trainer, str(own) if teachers else None)
-    advice += advice_on_seconds(forecast)
+    advice += [*advice_on_ends(loss, step.metrics), *advice_on_seconds(forecast)]
     student = student_report(engine, given(engine.student_spec), step)
     return ProbeReport(findings, advice, forecast, student, teachers)
 
@@ -185,6 +179,7 @@ class FirstStep:
     samples: Sequence[Sample] = ()
     fitted: Sequence[Sample] = ()
     laps: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # what a run would log of it
     error: Exception | None = None
 
     @property
@@ -194,7 +189,7 @@ class FirstStep:
 
     def run(self, collector: Collector) -> None:
         """Run the first step of a recipe. Its gradients are dropped."""
-        self.laps = collector.clock.laps
+        self.laps, self.metrics = collector.clock.laps, collector.metrics
         try:
             self._run(collector)
         except (ValueError, RuntimeError, OSError) as error:
@@ -211,10 +206,13 @@ class FirstStep:
         self.fitted = batch.samples
         if not batch.samples:
             raise NotMeasured("no rollout has a hint that fits into the teacher's window")
+        recipe, check = collector.recipe, SamplerCheck.of_recipe(collector.recipe)
+        mismatch = None if check is None else Mismatch(check)
         with collector.clock.phase("train"):
-            accumulate_gradients(
-                engine.model, loss, batch, collector.recipe.trainer, 1, engine.reference
+            self.metrics |= accumulate_gradients(
+                engine.model, loss, batch, recipe.trainer, 1, engine.reference, mismatch
             )
+            self.metrics |= {} if mismatch is None else mismatch.result(1)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
@@ -239,6 +237,7 @@ class FirstStep:
             score_seconds=None if column is None else laps.get("time/score"),
             train_seconds=laps.get("time/train"),
             run_seconds=config.steps * laps["time/step"] if "time/train" in laps else None,
+            metrics=self.metrics,
         )
 
 
@@ -253,16 +252,6 @@ def scoring_finding(table: str, teacher: TeacherReport, own: SupportSize) -> Che
     return (
         CheckResult(name, "ok") if teacher.throughput else CheckResult(name, "skipped", NO_ROLLOUT)
     )
-
-
-def tokenizer_findings(table: str, teacher: TeacherReport) -> list[CheckResult]:
-    """Return whether a teacher with a tokenizer of its own can judge the student's tokens."""
-    pair, name = teacher.tokenizers, f"[{table}] tokenizers"
-    if pair is None:
-        return []
-    metrics = {"xtok/noncanonical": pair.noncanonical, "xtok/unscored": pair.unscored}
-    warnings = tokens_of_no_use(metrics).values()
-    return [CheckResult(name, "ok"), *(CheckResult(name, "warning", text) for text in warnings)]
 
 
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
@@ -320,7 +309,6 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
             context=window_of(engine.model.config),
             vocabulary=engine.vocab_size,
             largest_k=engine.vocab_size,
-            largest_k_exact=True,
         ),
         scorer=None,
         samples=[*hinted][:ROLLOUTS],
@@ -341,44 +329,21 @@ def model_facts(spec: BackendSpec, limits: Limits) -> ModelFacts:
         context=limits.max_model_len,
         vocabulary=limits.vocab_size,
         largest_k=limits.max_logprobs,
-        largest_k_exact=None if limits.max_logprobs is None else True,
     )
 
 
 def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> StudentReport:
     """Return the student's own part of the table."""
-    found, samples, sampler = Attempts(), step.samples, engine.sampler
-    if not samples:
-        found.unmeasured["sampling"] = one_line(given(step.error))
-    elif step.error is not None:
-        found.unmeasured["training"] = one_line(step.error)
-    prompt = engine.problems.prompt(engine.problems.problem_set.practice[0])
     facts = replace(
-        model_facts(spec, sampler.limits),
-        vocabulary=engine.vocab_size,
-        largest_k=None,
-        largest_k_exact=None,
-        logprob_mode=found.attempt("log-prob mode", lambda: logprob_mode(sampler, prompt)),
-        tokenizer=read_tokenizer(engine.problems.tokenizer),
+        model_facts(spec, engine.sampler.limits), vocabulary=engine.vocab_size, largest_k=None
     )
-    compared = samples[:ROLLOUTS]
-    mu = [sample.rollout.inference_logprobs[sample.rollout.start :] for sample in compared]
-    truncated = sum(sample.rollout.finish_reason == "length" for sample in samples)
-    count = len(samples)
-    return StudentReport(
-        facts=facts,
-        agreement=found.attempt("agreement", lambda: forward_agreement(engine.model, compared, mu)),
-        rollouts=count,
-        tokens_per_rollout=step.tokens / count if samples else None,
-        truncated=truncated / count if samples else None,
-        tokens_per_second=step.tokens / step.laps["time/sample"] if samples else None,
-        unmeasured=found.unmeasured,
-    )
+    seconds = step.laps.get("time/sample")
+    return StudentReport(facts, None if seconds is None else step.tokens / seconds)
 
 
-def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) -> Iterator[str]:
+def recommendations(own: SupportSize, teacher: TeacherReport) -> Iterator[str]:
     """Yield what to change in recipe or servers for a teacher, one sentence each."""
-    facts, plugin, mask = teacher.facts, teacher.plugin, loss.special_tokens
+    facts, plugin = teacher.facts, teacher.plugin
     if teacher.support is not None:
         yield advice_on_k(own, teacher.support)
     if teacher.same_prompts is False:
@@ -386,28 +351,11 @@ def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) 
             "its own template writes other prompts, and it is sent the student's: for a chat model "
             "set prompt.chat_template = true."
         )
-    masked: set[int | str] = set() if mask is None else {*mask.ids, *mask.strings}
-    masked |= set() if loss.stops is None else {*loss.stops.ids, *loss.stops.texts}
-    for token in teacher.special_tokens:
-        # https://arxiv.org/abs/2603.25562.
-        improbable = token.teacher_probability < IMPROBABLE * token.student_probability
-        if improbable and not masked & {token.student_id, token.token}:
-            yield (
-                f"it gives {token.token!r} a probability of {token.teacher_probability:.2g} where "
-                f"the student gives {token.student_probability:.2g}; leave it out with "
-                f"[loss.special_tokens] strings = [{token.token!r}], or align the templates."
-            )
     if teacher.head_bfloat16:
         remedy = 'set its dtype to "float32"'
         if facts.url is not None:
             remedy = 'start its server with --hf-overrides \'{"head_dtype": "float32"}\''
         yield f"its logits are rounded to bfloat16, up to 0.06 nat each; {remedy} for exact ones."
-    tolerance = TOLERANCES["bfloat16" if teacher.head_bfloat16 else facts.dtype or "float32"]
-    if teacher.agreement is not None and teacher.agreement.largest > tolerance:
-        yield (
-            f"its log-probs differ from those of the checkpoint {facts.model} by up to "
-            f"{teacher.agreement.largest:.2g} nat; start the server with that checkpoint."
-        )
     slow = isinstance(own, str) or own >= SLOW_JSON
     if plugin is not None and plugin.version is None and slow:
         yield (
@@ -429,6 +377,22 @@ def advice_on_k(own: SupportSize, support: SupportFacts) -> str:
     if own < best:
         return f"{hides}; set the loss's k to {best}: {reason}."
     return f"{hides}; K = {best} is enough: {reason}."
+
+
+def advice_on_ends(loss: LossConfig, metrics: Mapping[str, float]) -> Iterator[str]:
+    """Yield a word where the teacher would not end the student's answers as it does.
+
+    Source: https://arxiv.org/abs/2603.25562.
+    """
+    teacher, student = (metrics.get(f"rollout/end_{whose}") for whose in ("teacher", "student"))
+    if teacher is None or student is None or loss.stops or loss.special_tokens:
+        return
+    if teacher < IMPROBABLE * student:
+        yield (
+            f"The teacher gives the tokens that end the student's answers a probability of "
+            f"{teacher:.2g}, and the student {student:.2g}: name the ends of both models in "
+            "[loss.stops], leave them out with [loss.special_tokens], or align the templates."
+        )
 
 
 def advice_on_seconds(step: StepForecast) -> Iterator[str]:
