@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, redirect_stdout
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -15,12 +15,11 @@ from prime_composer.cli.program import program
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.quantities import MISSING
 from prime_composer.cli.report import console
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.preflight import CheckResult, one_line
 from prime_composer.local.probe.report import ModelReport, ProbeReport
 from prime_composer.local.probe.run import OPENING, SECONDS_PER_COLUMN, probe
 from prime_composer.local.probe.served import probe_server
-from prime_composer.local.requirements import check_models
+from prime_composer.local.requirements import check_requirements
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.loading import load_recipe
 from prime_composer.recipe.schema import Recipe
@@ -90,28 +89,15 @@ def _measured_server(url: str, model: str | None) -> ProbeReport:
 
 
 def _measured(recipe: Recipe) -> ProbeReport:
-    """Return what is measured of one recipe, with what a dry run refuses."""
+    """Return what is measured of one recipe."""
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)
-        refused = _refused(OPENING, lambda: check_models(recipe))
-        if refused is not None:
-            return ProbeReport([refused])
-        refused = _refused("what rl --dry-run checks", lambda: dry_run(recipe, problems))
+        try:
+            check_requirements(recipe)
+        except (ValueError, ImportError) as error:
+            return ProbeReport([CheckResult(OPENING, "failed", one_line(error))])
         paths = prepare_models(recipe, problems, progress=screen.preparing)
-        report = probe(recipe, problems, paths, screen.status)
-        # A check of the open models has said it already, with the same words or better ones.
-        if refused is not None and report.passed:
-            report = replace(report, findings=[*report.findings, refused])
-        return report
-
-
-def _refused(name: str, check: Callable[[], object]) -> CheckResult | None:
-    """Return what a check refuses; None where it passes."""
-    try:
-        check()
-    except (ValueError, ImportError) as error:
-        return CheckResult(name, "failed", one_line(error))
-    return None
+        return probe(recipe, problems, paths, screen.status)
 
 
 def serialized(report: ProbeReport) -> dict[str, Any]:

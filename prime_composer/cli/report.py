@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +25,7 @@ from prime_composer.cli.quantities import (
 )
 from prime_composer.cli.recorded import RecordedRun, environment_titles
 from prime_composer.local.answers import KeptAnswer, read_answers, read_signatures
-from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.problems.metrics import TITLES, signatures_of
-from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
 
 SHARES = (
@@ -82,25 +79,6 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
     """Print what the numbers of graded metrics have to be published with."""
     for metric, signature in signatures.items():
         console().print(f"{TITLES.get(metric, metric)} x 100: {signature}", soft_wrap=True)
-
-
-def print_size(run: RecordedRun) -> None:
-    """Print the size of a student that trains quantized, and of its newest checkpoint."""
-    first, table = next(iter(run.records), {}), run.table("student").get("quantize")
-    if "student/rounded" not in first or table is None:  # None: the recipe cannot be read
-        return
-    quantize = QuantizeConfig.model_validate(table)
-    rounded, weights = (int(first[f"student/{name}"]) for name in ("rounded", "weights"))
-    bits = quantize.information(rounded, weights)
-    newest = [checkpoint.path for checkpoint in list_checkpoints(run.folder)[-1:]]
-    sizes = [file.stat().st_size for path in newest for file in path.glob("*.safetensors")]
-    on_disk = f"; {decimal(sum(sizes))} on the disk, in float32" if sizes else ""
-    console().print(
-        f"student of {run.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
-        f"in groups of {quantize.group}; {decimal(round(bits / 8))} of information, "
-        f"{bits / weights:.2f} bits per weight{on_disk}",
-        soft_wrap=True,
-    )
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
@@ -210,8 +188,6 @@ def print_report(runs: Sequence[str | Path]) -> None:
         )
     print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in read for k, text in read_signatures(run.folder).items()})
-    for run in read:
-        print_size(run)
     if len(read) == 1:
         if len(run.environments) > 1 and run.evaluated:
             console().print(outcome_table("by environment", *run.ends, run.environments))

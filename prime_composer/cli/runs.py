@@ -88,11 +88,9 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
     """Print a run's table, and return whether its figure was drawn. An error ends no run."""
     try:
         from prime_composer.cli.figures import draw_report
-        from prime_composer.cli.recorded import RecordedRun
-        from prime_composer.cli.report import print_answers, print_outcome, print_size
+        from prime_composer.cli.report import print_answers, print_outcome
 
         print_outcome(outcome.evaluations, outcome.steps, recipe)
-        print_size(RecordedRun.read(outcome.run_dir))
         print_answers(outcome.run_dir, outcome.evaluations)
         if not outcome.interrupted:
             draw_report([outcome.run_dir], outcome.run_dir / REPORT_FILE)

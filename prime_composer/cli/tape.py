@@ -126,7 +126,7 @@ def tape_make(folder: str | None, config: str | None, overrides: Sequence[str]) 
             for finding in (one for item in checks.items() for one in run_check(*item)):
                 if finding.state == "warning":
                     screen.status(f"warning: {finding.text}")
-            Evaluator.of_recipe(engine, recipe).teachers()
+            Evaluator(engine, recipe).teachers()
             _score_answers(engine, problems.practice, batch, screen.status)
     return tape_check(None, config, overrides)
 

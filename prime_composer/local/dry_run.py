@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from prime_composer.backends.hf_model import check_head, load_tokenizer, read_config, shapes
+from prime_composer.backends.hf_model import load_tokenizer, read_config, shapes
 from prime_composer.backends.lora.adapter import layers_to_adapt
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.transformers import window_of
@@ -59,8 +59,6 @@ def dry_run(recipe: Recipe, problems: ProblemSet) -> list[str]:
         dtype = getattr(model, "dtype", None) or recipe.trainer.dtype
         with in_table(table):
             net = shapes(folder)
-            if table == "student" or backend_of(backend).by_head:
-                check_head(net)
             check_backend(net, backend, dtype, trains=table == "student")
         if table == "student":
             round_student(net, recipe.student)

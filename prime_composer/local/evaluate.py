@@ -64,23 +64,12 @@ class Evaluator:
     """Measures the student and its teachers on the first held-out problems."""
 
     engine: Engine
-    config: EvalConfig
-    max_tokens: int  # longest completion
-    micro_batch_tokens: int  # padded tokens per forward of the student
+    recipe: Recipe
     # the student's, at its latest evaluation
     answers: list[KeptAnswer] = field(default_factory=list)
     # of problems that have a single teacher
     teacher_answers: list[KeptAnswer] = field(default_factory=list)
     not_measured: set[str] = field(default_factory=set)  # what a tape that answers alone lacks
-
-    @classmethod
-    def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
-        return cls(
-            engine,
-            recipe.eval,
-            recipe.rollout.max_tokens,
-            recipe.trainer.micro_batch_tokens,
-        )
 
     @property
     def problems(self) -> TokenizedProblems:
@@ -105,7 +94,7 @@ class Evaluator:
         ``eval/overlap`` and ``eval/overlap_advantage`` are means of ``overlap`` for the loss's K or
         16: in the whole vocabulary, and on the top K of one teacher with the student's tokenizer.
         """
-        problems = self.problems.problem_set.held_out[: self.config.size]
+        problems = self.problems.problem_set.held_out[: self.recipe.eval.size]
         if not problems:
             return {}
         graded = self._greedy_answers(self.engine.sampler, problems)
@@ -115,8 +104,8 @@ class Evaluator:
         if self.engine.environments is not None:
             failed = sum(math.isnan(one.reward) for one in graded)
             measured["eval/failed"] = failed / len(graded)
-        if self.engine.teachers is not None and self.config.kl_size:
-            problems = self.problems.problem_set.held_out[: self.config.kl_size]
+        if self.engine.teachers is not None and self.recipe.eval.kl_size:
+            problems = self.problems.problem_set.held_out[: self.recipe.eval.kl_size]
             sums = self._divergence_sums(self.engine.teachers, problems)
             tokens = [] if sums is None else sums.pop("tokens")
             if sums is not None and any(tokens):  # a teacher's window may hold none of them
@@ -125,7 +114,7 @@ class Evaluator:
                 measured |= mean_by_environment(
                     "eval/reverse_kl", names, problems, sums["reverse_kl"], tokens
                 )
-                if (support := kl_support(self.config, self.engine)) != "full":
+                if (support := kl_support(self.recipe.eval, self.engine)) != "full":
                     measured["eval/kl_ids"] = float(support)
         return measured
 
@@ -136,7 +125,7 @@ class Evaluator:
         is measured on the problems that it has a share in, as ``teacher/NAME/accuracy``.
         """
         engine, problem_set = self.engine, self.problems.problem_set
-        held_out = problem_set.held_out[: self.config.size]
+        held_out = problem_set.held_out[: self.recipe.eval.size]
         problems = [problem for problem in held_out if problem_set.is_scored(problem)]
         if not problems:
             return {}
@@ -250,7 +239,7 @@ class Evaluator:
 
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""
-        return room is None or len(prompt) + self.max_tokens <= room
+        return room is None or len(prompt) + self.recipe.rollout.max_tokens <= room
 
     def _teacher_sampler(self, teachers: Teachers, teacher: TeacherId) -> Sampler:
         """Return what generates with a teacher: its scorer's sampler, or one that is opened now."""
@@ -267,7 +256,7 @@ class Evaluator:
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[Graded]:
         """Return a greedy answer per problem. ``prompts`` are read instead of the problems' own."""
-        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=self.recipe.rollout.max_tokens)
         rollouts, episodes = self._answers(sampler, problems, params, prompts)
         # What stays is a task whose rollout failed.
         graded = {place: Graded(problem, math.nan) for place, problem in enumerate(problems)}
@@ -313,7 +302,7 @@ class Evaluator:
 
     def _sampled(self, problems: Sequence[Problem]) -> list[tuple[int, Sample]]:
         """Return a rollout of each problem and its place, as far as a teacher can read it."""
-        params = SamplingParams(max_tokens=self.max_tokens)
+        params = SamplingParams(max_tokens=self.recipe.rollout.max_tokens)
         answers, episodes = self._answers(self.engine.sampler, problems, params)
         rollouts = [(place, one) for place, e in episodes.items() for one in e.rollouts]
         rollouts += answers.items()
@@ -334,7 +323,7 @@ class Evaluator:
         an overlap where the teacher's top K is exact: of one with the student's tokenizer.
         """
         engine, sampled = self.engine, self._sampled(problems)
-        support, shared = kl_support(self.config, engine), min(engine.head_sizes)
+        support, shared = kl_support(self.recipe.eval, engine), min(engine.head_sizes)
         full = support == "full"
         # A support of K = V is exact and simple. Large vocabularies lack the memory for one. Of
         # heads of unequal sizes it does not say what either side has beyond the shared ids.
@@ -368,7 +357,7 @@ class Evaluator:
             top = [ids[one.trained] for ids, one in zip(chosen, rollouts, strict=True)]
         sums = torch.zeros(len(SUMS), len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
-        for indices in token_batches(lengths, self.micro_batch_tokens):
+        for indices in token_batches(lengths, self.recipe.trainer.micro_batch_tokens):
             inputs = student_inputs(engine.model, [samples[i] for i in indices])
             if hidden:
                 values = compare(given(inputs.hidden_states), _over_all_ids, size=shared, k=k)

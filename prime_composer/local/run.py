@@ -356,7 +356,7 @@ def open_run(
         status(f"{name}: {count} rows of the data are left out (clean)")
     student_dir = None if resume is None else resume.path
     with open_engine(recipe, problems, paths, status, student_dir) as engine:
-        student = Student.of_recipe(recipe, engine)
+        student = Student(recipe, engine)
         stored = {} if resume is None else resume.load()
         if resume is not None:
             student.load_state_dict(stored, resume.step)
@@ -386,7 +386,7 @@ def open_run(
                 f"warning: a checkpoint after step {resumed} is now {path}; no run deletes it: "
                 "delete it when you do not need it"
             )
-        evaluator = Evaluator.of_recipe(engine, recipe)
+        evaluator = Evaluator(engine, recipe)
         with Tracker(run_dir, recipe.logging, resumed, status) as tracker, all_cores(engine.model):
             logged = read_metrics(run_dir)
             evaluations = past_evaluations(logged)

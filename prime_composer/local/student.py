@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from prime_composer.backends.cpu_guard import return_freed_memory
 from prime_composer.local.engine import Engine
 from prime_composer.losses import setup_loss_fn
-from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.recipe.schema import Recipe, TrainerConfig
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
 from prime_composer.step.mismatch import Mismatch, SamplerCheck
-from prime_composer.tiny_models.rounding import LatentWeights
 
 LARGEST_GROWTH = 100.0  # How often a tensor's norm at the run's start its norm may become
 
@@ -74,23 +72,19 @@ class WeightCheck:
         )
 
 
-@dataclass
 class Student:
-    """What the optimizer changes from step to step."""
+    """What the optimizer changes from step to step: the student of an open engine."""
 
-    model: nn.Module  # the student, with the weights that it is served with
-    config: TrainerConfig  # the recipe's ``[trainer]``
-    loss: Objective  # the recipe's loss
-    # the frozen policy of the replay channel's loss, where that loss needs one
-    reference: nn.Module | None = None
-    # how far the sampler may be from the student; None where they compute different distributions
-    sampler_check: SamplerCheck | None = None
-    # the weights behind a student that trains quantized; None for any other
-    latent: LatentWeights | None = None
-    steps: int = 0  # finished steps
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last finished step
-
-    def __post_init__(self) -> None:
+    def __init__(self, recipe: Recipe, engine: Engine):
+        self.model = engine.model  # with the weights that it is served with
+        self.config = recipe.trainer
+        self.loss = setup_loss_fn(with_token_ids(recipe.loss, engine.problems.tokenizer))
+        self.reference = engine.reference
+        # None where sampler and student compute different distributions
+        self.sampler_check = SamplerCheck.of_recipe(recipe)
+        self.latent = engine.latent
+        self.steps = 0  # finished
+        self.metrics: dict[str, float] = {}  # of the last finished step
         self.trained = (
             [*trained(self.model).values()]
             if self.latent is None
@@ -104,18 +98,6 @@ class Student:
             fused=True,
         )
         self.weight_check = WeightCheck.of_model(self.model)
-
-    @classmethod
-    def of_recipe(cls, recipe: Recipe, engine: Engine) -> "Student":
-        """Return the student of an open engine, before the first step."""
-        return cls(
-            engine.model,
-            recipe.trainer,
-            setup_loss_fn(with_token_ids(recipe.loss, engine.problems.tokenizer)),
-            engine.reference,
-            SamplerCheck.of_recipe(recipe),
-            engine.latent,
-        )
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         lr = self.config.lr * lr_factor(self.config, step)

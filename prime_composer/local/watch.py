@@ -12,7 +12,6 @@ the tolerance of the dtype.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch import nn
 from prime_composer.backends.protocols import SamplingParams, Scorer
 from prime_composer.contract import InvalidAnswer, Scores, given
 from prime_composer.local.engine import Engine
-from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES, preflight
+from prime_composer.local.preflight import TOLERANCES, preflight
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import ChecksConfig, Recipe
+from prime_composer.recipe.schema import Recipe
 from prime_composer.recipe.urls import public_url
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.batch import Sample
@@ -55,24 +54,27 @@ class WatchFailed(ValueError):
         self.safe_step = safe_step
 
 
-@dataclass
 class Watch:
-    """The known requests of a run, and what is known about its steps."""
+    """The known requests of a run, and what is known about its steps.
 
-    engine: Engine  # the open models
-    checks: ChecksConfig  # the recipe's ``[checks]``
-    # each teacher's known request, with the scores of the run's start
-    probes: dict[TeacherId, KnownRequest]
-    sampler_check: SamplerCheck  # how far the sampler may be from the student
-    compares_each_step: bool  # whether every step compares the sampler's own tokens
-    max_tokens: int = PROBE_TOKENS  # tokens that the sampler is asked for per prompt
-    safe_step: int = 0  # finished steps at the time of the last right answers of everyone
-    _sampler_starts: int | None = field(init=False)
+    ``probes`` are each teacher's request, with the scores of the run's start.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe, probes: Mapping[TeacherId, KnownRequest]):
+        self.engine, self.checks, self.probes = engine, recipe.checks, dict(probes)
+        self.sampler_check = SamplerCheck.of_completions(recipe)
+        of_step = SamplerCheck.of_recipe(recipe)
+        # whether every step compares the sampler's own tokens
+        self.compares_each_step = (
+            of_step is not None
+            and math.isfinite(of_step.limit)
+            and recipe.rollout.student_fraction > 0
+        )
+        self.max_tokens = recipe.rollout.max_tokens  # that the sampler is asked for per prompt
+        self.safe_step = 0  # finished steps at the time of the last right answers of everyone
         for teacher, probe in self.probes.items():
-            probe.limit = self.checks.tolerance or tolerance(self.engine, teacher, probe)
-        self._sampler_starts = server_starts(self.engine.sampler)
+            probe.limit = self.checks.tolerance or tolerance(engine, teacher, probe)
+        self._sampler_starts = server_starts(engine.sampler)
 
     def check(self, step: int, before_use: bool = False, student: nn.Module | None = None) -> None:
         """Ask everyone where it is due, and whose server may be another one.
@@ -205,17 +207,7 @@ class Watch:
 
 def open_watch(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Watch:
     """Run the preflight, and return the watch over what it has found."""
-    found, of_step = preflight(engine, recipe, status), SamplerCheck.of_recipe(recipe)
-    return Watch(
-        engine,
-        recipe.checks,
-        dict(found.probes),
-        SamplerCheck.of_completions(recipe),
-        compares_each_step=of_step is not None
-        and math.isfinite(of_step.limit)
-        and recipe.rollout.student_fraction > 0,
-        max_tokens=recipe.rollout.max_tokens,
-    )
+    return Watch(engine, recipe, preflight(engine, recipe, status).probes)
 
 
 def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:

@@ -116,17 +116,6 @@ class QuantizeConfig(Table):
         """What is done to the weights, in words."""
         return f"its weights rounded to {self.bits} bits in groups of {self.group}"
 
-    def information(self, rounded: int, weights: int) -> float:
-        """Return the bits that a model of so many weights consists of, R of them rounded.
-
-        In groups of g, whose smallest and largest weight are float32 numbers, N weights have
-
-            R (bits + 2 * 32 / g) + 32 (N - R)
-
-        A checkpoint is larger: it stores all in float32.
-        """
-        return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
-
 
 class StaysRoundedConfig(QuantizeConfig):
     """Quantization-aware training: sampler, comparison with the teacher and checkpoints have the

@@ -136,7 +136,7 @@ def measure(size: str, args: argparse.Namespace) -> None:
             first, second = (one.problems.prompt(one.problems.problem_set.practice[0])
                              for one in engines)  # fmt: skip
             assert first == second, "the prompts differ"
-            student = Student.of_recipe(recipe, engine)
+            student = Student(recipe, engine)
             with all_cores(engine.model):
                 for one in engines:  # the first calls of libraries
                     run_step(one, student, recipe, 1)

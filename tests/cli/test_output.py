@@ -350,16 +350,6 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     draw_report(folders, tmp_path / "report.png")
 
 
-def test_report_of_a_quantized_student_whose_recipe_is_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It has everything but its size."""
-    first = {"step": 0, "eval/accuracy": 0.25, "student/rounded": 960.0, "student/weights": 1000.0}
-    print_report([recorded(tmp_path / "run", first)])
-    out = capsys.readouterr().out
-    assert "weights have 3 bits" not in out and "25.0%" in out
-
-
 def test_report_shows_what_an_environment_was_of_a_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,10 +199,10 @@ def test_context_beyond_the_model_is_said_once_in_preflights_words(
     assert "loading the student" not in both
 
 
-def test_probe_makes_the_checks_of_a_dry_run(
+def test_probe_names_a_library_that_a_run_lacks(
     probes: Cli, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only the dry run looks at is a failed check, and the rest is measured all the same."""
+    """Before a model is opened, as a run does."""
 
     def refuse(*_: Any) -> None:
         raise ImportError("wandb is not installed: pip install wandb")
@@ -212,6 +212,6 @@ def test_probe_makes_the_checks_of_a_dry_run(
     done = probes(raw, "--json")
     report = json.loads(done.stdout)
     failed = [check for check in report["checks"] if check["passed"] is False]
-    assert [check["name"] for check in failed] == ["what rl --dry-run checks"]
+    assert [check["name"] for check in failed] == ["opening the models"]
     assert "pip install wandb" in failed[0]["message"]
-    assert done.returncode == 1 and report["student"] is not None
+    assert done.returncode == 1 and report["student"] is None

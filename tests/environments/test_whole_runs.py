@@ -82,12 +82,13 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
     engine.problems = TokenizedProblems(ProblemsAndTasks([], tasks, {}), None)
-    measured = Evaluator(engine, EvalConfig(), 8, 64).student()
+    evaluator = Evaluator(engine, Mock(eval=EvalConfig(), rollout=RolloutConfig(max_tokens=8)))
+    measured = evaluator.student()
     counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
     outcomes[:] = [Failure("broken")] * 4
     with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
-        Evaluator(engine, EvalConfig(), 8, 64).student()
+        evaluator.student()
 
 
 def engine_of(outcomes: list[Episode | Failure]) -> Any:

@@ -136,7 +136,7 @@ def test_islands_compare_what_they_have_opened(
             def meet(island=island, recipe=recipe, engine=engine, watch=watch) -> None:
                 with island:
                     island.join([0])
-                    island.meet(Student.of_recipe(recipe, engine), engine, watch)
+                    island.meet(Student(recipe, engine), engine, watch)
 
             meetings.append(meet)
         found = together(*meetings)

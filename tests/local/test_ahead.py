@@ -61,8 +61,8 @@ def one_after_the_other(
     problems = load_sources(recipe)
     rows = []
     with open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None) as engine:
-        student = Student.of_recipe(recipe, engine)
-        evaluator = Evaluator.of_recipe(engine, recipe)
+        student = Student(recipe, engine)
+        evaluator = Evaluator(engine, recipe)
         weights = [copy.deepcopy(engine.model)]
         for step in range(1, recipe.trainer.steps + 1):
             old = weights[max(step - 1 - behind, resumed if step > resumed else 0)]

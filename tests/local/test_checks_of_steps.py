@@ -161,7 +161,7 @@ def test_train_norms_of_a_resumed_run_are_those_of_its_start(
     before = torch.load(file)["norms"]
     checkpoint, raw = list_checkpoints(tmp_path / "run")[-1], tiny_recipe(trainer__steps=2)
     with opened(raw, student_dir=file.parent) as engine:
-        student = Student.of_recipe(parse_recipe(raw), engine)
+        student = Student(parse_recipe(raw), engine)
         of_the_checkpoint = student.weight_check.norms
         student.load_state_dict(checkpoint.load(), checkpoint.step)
     assert torch.equal(student.weight_check.norms, before)

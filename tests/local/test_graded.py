@@ -24,6 +24,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.schema import EvalConfig, RecipeError
 from prime_composer.step.batch import Sample
 from prime_composer.step.replay import response
@@ -101,8 +102,8 @@ def evaluator(sources: dict[str, DataConfig] = SOURCES, **settings: Any) -> Eval
         environments=None,
     )
     made: Any = object.__new__(Evaluator)  # an Engine opens models
-    names = ("engine", "config", "max_tokens", "micro_batch_tokens", "answers")
-    for name, value in zip(names, (engine, EvalConfig(**settings), 40, 100, []), strict=True):
+    recipe = SimpleNamespace(eval=EvalConfig(**settings), rollout=RolloutConfig(max_tokens=40))
+    for name, value in {"engine": engine, "recipe": recipe, "answers": []}.items():
         object.__setattr__(made, name, value)
     return made
 

@@ -88,7 +88,7 @@ def merged_by_hand(raw: dict[str, Any], model: nn.Module) -> nn.Module:
 def step_of(raw: dict[str, Any], engine: Engine) -> tuple[Recipe, Student, Batch]:
     """Return recipe, student and the batch of the first step."""
     recipe = parse_recipe(raw)
-    return recipe, Student.of_recipe(recipe, engine), collect(engine, recipe, 1)[0]
+    return recipe, Student(recipe, engine), collect(engine, recipe, 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_evaluation_of_any_pair_equals_plain_float64(
         params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
         rollouts = engine.sampler.generate(problems, params, seed=EVALUATION_SEED)
         p, q = Plain(engine, recipe).over(rollouts, top)
-        measured = Evaluator.of_recipe(engine, recipe).student()
+        measured = Evaluator(engine, recipe).student()
     assert measured.get("eval/kl_ids") == top
     expected = {"eval/reverse_kl": kl(p, q).mean(), "eval/forward_kl": kl(q, p).mean()}
     if top is None:

@@ -1,7 +1,6 @@
 """A student that stays rounded while it learns: forward, sampler, checkpoints and resume."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_model, load_student
-from prime_composer.cli.report import print_report
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
@@ -94,7 +92,7 @@ def test_step_is_that_of_autograds_straight_through_estimator(
     raw["trainer"] |= {"weight_decay": 0.1, "max_grad_norm": 0.5}
     with opened(raw) as engine:
         recipe = parse_recipe(raw)
-        student = Student.of_recipe(recipe, engine)
+        student = Student(recipe, engine)
         batch, _ = collect(engine, recipe, 1)
         expected = load_model(source)
         for _, layer in list(linear_layers(expected)):
@@ -279,7 +277,7 @@ def test_weights_that_are_not_finite_are_not_saved(raw: dict[str, Any]) -> None:
     """A latent weight beyond all bounds leaves no model, and the run says so."""
     with opened(raw) as engine:
         recipe = parse_recipe(raw)
-        student = Student.of_recipe(recipe, engine)
+        student = Student(recipe, engine)
         assert engine.latent is not None
         batch, _ = collect(engine, recipe, 1)
         next(iter(engine.latent.weights.values())).data[0, 0] = float("inf")
@@ -319,22 +317,3 @@ def test_reference_at_the_start_is_refused_unless_it_is_rounded(raw: dict[str, A
     raw["student"] = {"prepare": prepare, "quantize": {**QUANTIZE, "bits": 4}}
     with pytest.raises(RecipeError, match=r"with the same `quantize`"):
         parse_recipe(raw)
-
-
-def test_report_prints_bits_of_information_and_bytes_on_the_disk(
-    raw: dict[str, Any], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """3,584 weights have 3 bits and a share of two float32 numbers in eight; all others have 32."""
-    raw["trainer"]["steps"] = 2
-    run(raw, tmp_path / "run")
-    recipe = parse_recipe(raw).model_dump(mode="json")
-    (tmp_path / "run" / "recipe.json").write_text(json.dumps(recipe))
-    print_report([tmp_path / "run"])
-    total = sum(weight.numel() for weight in load_model(source).parameters())
-    bits = 3584 * 11 + 32 * (total - 3584)
-    size = (list_checkpoints(tmp_path / "run")[-1].path / "model.safetensors").stat().st_size
-    assert (
-        f"student of run: 3,584 of {total:,} weights have 3 bits in groups of 8; "
-        f"{bits / 8000:.1f} kB of information, {bits / total:.2f} bits per weight; "
-        f"{size / 1000:.1f} kB on the disk, in float32\n"
-    ) in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_teacher_accuracy_is_over_the_problems_of_its_share(
 
     monkeypatch.setattr(evaluate_module.Evaluator, "_greedy_answers", answers)
     small = recipe.eval.model_copy(update={"size": 3})
-    evaluator = Evaluator(engine, small, max_tokens=8, micro_batch_tokens=100)
+    evaluator = Evaluator(engine, recipe.model_copy(update={"eval": small}))
     assert evaluator.teachers() == {
         "teacher/short/accuracy": 0.5,
         "teacher/long/accuracy": 0.0,

@@ -250,7 +250,7 @@ def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     table = raw(**FULL, environments__sums__teacher={"short": 1, "long": 3}, eval__kl_size=6)
     recipe, engine = open_run(table)
     with engine:
-        evaluator = Evaluator(engine, recipe.eval, 8, 200)
+        evaluator = Evaluator(engine, recipe)
         problems = engine.problems.problem_set.held_out[:6]
         assert len({len(engine.teachers.routing.of(problem)) for problem in problems}) == 2
         by_ids = evaluator._divergence_sums(engine.teachers, problems)
@@ -274,7 +274,7 @@ def test_overlap_is_measured_where_both_top_k_are_known(share: int, support: Any
     table["environments"]["sums"]["teacher"] = table["environments"]["chains"]["teacher"] = names
     recipe, engine = open_run(table)
     with engine:
-        measured = Evaluator.of_recipe(engine, recipe).student()
+        measured = Evaluator(engine, recipe).student()
     assert ("eval/overlap" in measured) == (share == 1 or support == "full")
     if "eval/overlap" in measured:
         assert 0 < measured["eval/overlap"] <= 1 and measured["eval/overlap_advantage"] <= 0

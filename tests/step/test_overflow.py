@@ -143,7 +143,7 @@ def test_error_is_the_scorers_own(narrow: Any) -> None:
 def test_evaluation_counts_what_was_scored(rule: str, narrow: Any) -> None:
     """The KL is a mean over the tokens that the teacher could read."""
     recipe, engine, scorer = narrow(rule, 10)
-    evaluation = Evaluator.of_recipe(engine, recipe)
+    evaluation = Evaluator(engine, recipe)
     problems = engine.problems.problem_set.held_out[:4]
     measured = evaluation._divergence_sums(engine.teachers, problems)
     sums, tokens = measured["reverse_kl"], measured["tokens"]
