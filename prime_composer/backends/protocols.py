@@ -52,11 +52,7 @@ class Rollout:
     ) -> "Rollout":
         """Return a sequence that no policy of the run has sampled: log mu is NaN everywhere.
 
-        Args:
-            token_ids: prompt and completion, [seq].
-            start: index of the completion's first token.
-            finish_reason: how it ends.
-            prompt_index: index of its prompt.
+        The completion begins at ``start``.
         """
         return cls(
             token_ids,

@@ -16,7 +16,7 @@ from prime_composer.cli.progress import Screen
 from prime_composer.cli.quantities import MISSING
 from prime_composer.cli.report import console
 from prime_composer.local.preflight import CheckResult, one_line
-from prime_composer.local.probe.report import ModelReport, ProbeReport
+from prime_composer.local.probe.report import ProbeReport, StudentReport, TeacherReport
 from prime_composer.local.probe.run import OPENING, SECONDS_PER_COLUMN, probe
 from prime_composer.local.probe.served import probe_server
 from prime_composer.local.requirements import check_requirements
@@ -121,7 +121,7 @@ def print_probe(report: ProbeReport) -> None:
     screen = console()
     checks = [(one.name, _result(one)) for one in checks_of(report)]
     made = [table_of("checks", ("check", "result"), checks)]
-    models: dict[str, ModelReport] = {**report.teachers}
+    models: dict[str, StudentReport | TeacherReport] = {**report.teachers}
     if report.student is not None:
         models = {"student": report.student, **models}
     if models:

@@ -9,9 +9,8 @@ from prime_composer.local.checkpoint import Checkpoint, list_checkpoints
 class RunStopped(ValueError):
     """An error that is not the recipe's ended a run after its start, for a ``reason``.
 
-    Attributes:
-        checkpoint: the one to continue from; None where there is none.
-        verified: a step before it whose answers are verified, where its own are in doubt.
+    ``checkpoint`` is the one to continue from, and ``verified`` a step before it whose answers are
+    verified, where its own are in doubt.
     """
 
     def __init__(self, reason: str, checkpoint: Checkpoint | None, verified: int | None = None):

@@ -43,11 +43,7 @@ CROWD = 16  # Copies of the probe in one call: a server's numbers may depend on 
 
 
 class WatchFailed(ValueError):
-    """A teacher or the sampler no longer answers as at the start of the run.
-
-    Attributes:
-        safe_step: finished steps that are known to have had right answers. Later ones may not have.
-    """
+    """A teacher or the sampler no longer answers as at the run's start; ``safe_step`` was right."""
 
     def __init__(self, message: str, safe_step: int):
         super().__init__(message)

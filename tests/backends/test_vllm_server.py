@@ -21,7 +21,6 @@ from prime_composer.backends.http import RequestRefused, ServerError
 from prime_composer.backends.protocols import Limits, SamplingParams
 from prime_composer.local import opening
 from prime_composer.local.opening import teacher_spec
-from prime_composer.local.probe.run import impatient
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet
@@ -621,15 +620,6 @@ def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path
         ("[rollout]", resumed),
         ("[teacher]", resumed),
     ]
-
-
-def test_probe_waits_briefly_and_leaves_wait_unset(tiny_recipe):
-    """A shorter wait is not one that the recipe sets."""
-    before = parse_recipe(tiny_recipe())
-    after = impatient(before)
-    assert (after.rollout.wait, after.teacher.wait) == (10, 10)
-    assert "wait" not in after.rollout.model_fields_set | after.teacher.model_fields_set
-    assert after.rollout.model_copy(update={"wait": 600.0}) == before.rollout
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_json_has_stable_keys_and_numbers(probes: Cli, tiny_recipe: Raw) -> None
     teacher = report["teachers"]["teacher"]
     assert {
         "facts", "same_prompts", "head_bfloat16", "share", "throughput", "plugin", "support",
-        "wrong_answers", "unmeasured",
+        "wrong_answers", "unmeasured", "head_dtype", "max_logprobs", "sampled_logprob",
+        "scored_logprob",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
     assert len(speeds) == 7 and all(isinstance(speed, float) for speed in speeds)

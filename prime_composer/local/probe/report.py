@@ -105,40 +105,29 @@ class PluginReport:
 
 @dataclass(frozen=True)
 class TeacherReport:
+    """A teacher of a recipe, or a server that is measured without one."""
+
     facts: ModelFacts
-    same_prompts: bool | None  # its own template writes the same prompts
     head_bfloat16: bool | None  # its log-probs show logits rounded to bfloat16
-    share: float  # of the step's rollouts that it scores
-    throughput: Sequence[Throughput]  # by column
     plugin: PluginReport | None  # None for a teacher that is no server
-    support: SupportFacts | None  # what a top K hides
+    throughput: Sequence[Throughput]  # by column
     wrong_answers: Sequence[str]  # that no model can have given
     unmeasured: Mapping[str, str]  # reasons by measurement
+    # of a recipe's
+    same_prompts: bool | None = None  # its own template writes the same prompts
+    share: float | None = None  # of the step's rollouts that it scores
+    support: SupportFacts | None = None  # what a top K hides
+    # of a server without a recipe
+    head_dtype: str | None = None  # of the logits, as the plugin says
+    max_logprobs: int | None = None  # largest K in JSON; the plugin has no limit
+    sampled_logprob: float | None = None  # mean of some tokens, in nats, where it sampled them
+    scored_logprob: float | None = None  # and where it scored them
 
 
 @dataclass(frozen=True)
 class StudentReport:
     facts: ModelFacts
     tokens_per_second: float | None  # of sampling
-
-
-@dataclass(frozen=True)
-class ServedReport:
-    """A teacher's server, measured without a recipe."""
-
-    facts: ModelFacts
-    head_dtype: str | None  # of the logits, as the plugin says
-    head_bfloat16: bool | None  # its log-probs show logits rounded to bfloat16
-    plugin: PluginReport | None
-    max_logprobs: int | None  # largest K in JSON; the plugin has no limit
-    sampled_logprob: float | None  # mean of some tokens, in nats, where it sampled them
-    scored_logprob: float | None  # and where it scored them
-    throughput: Sequence[Throughput]  # by column
-    wrong_answers: Sequence[str]  # that no model can have given
-    unmeasured: Mapping[str, str]  # reasons by measurement
-
-
-ModelReport = StudentReport | TeacherReport | ServedReport
 
 
 @dataclass(frozen=True)
@@ -168,7 +157,7 @@ class ProbeReport:
     step: StepForecast | None = None
     student: StudentReport | None = None
     # by table of the recipe
-    teachers: Mapping[str, TeacherReport | ServedReport] = field(default_factory=dict)
+    teachers: Mapping[str, TeacherReport] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -33,22 +33,17 @@ from prime_composer.local.probe.report import (
     ProbeReport,
     StepForecast,
     StudentReport,
-    SupportFacts,
     SupportSize,
     TeacherReport,
 )
-from prime_composer.local.probe.teacher import Target, probe_teacher
+from prime_composer.local.probe.teacher import Target, probe_teacher, recommendations
 from prime_composer.local.watch_metrics import tokens_of_no_use
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import with_token_ids
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import (
-    OneOfSeveralConfig,
     Recipe,
-    ReferenceConfig,
-    RolloutConfig,
-    TeacherConfig,
     TrainerConfig,
 )
 from prime_composer.recipe.urls import public_url
@@ -65,13 +60,7 @@ ROLLOUTS = 32  # Most rollouts that a model is measured on
 
 IMPROBABLE = 0.1  # Teacher's share of the student's probability of the ends of its answers
 
-SLOW_JSON = 8  # From this K on, JSON is several times slower (scoring/README.md)
-
-LONGEST_WAIT = 10.0  # Seconds that a request waits, unless the recipe says less
-
 OPENING = "opening the models"
-
-C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig, ReferenceConfig)
 
 
 def probe(
@@ -85,7 +74,7 @@ def probe(
     routing = Routing.of_recipe(recipe)
     if (refused := next(refusals(recipe, routing), None)) is not None:
         return ProbeReport([CheckResult(OPENING, "failed", refused)])
-    recipe = impatient(recipe)
+    recipe = without_tapes(recipe)
     try:
         check_routing(routing, problems)
         engine = open_engine(recipe, problems, paths, status)
@@ -116,21 +105,17 @@ def refusals(recipe: Recipe, routing: Routing) -> Iterator[str]:
             )
 
 
-def impatient(recipe: Recipe) -> Recipe:
-    """Return the recipe with short waits for servers, and without tapes."""
-
-    def shortened(table: C | None) -> C | None:
-        if table is None:
-            return None
-        values = dict(table) | {"wait": min(table.wait, LONGEST_WAIT), "tape": None}
-        # Its own `wait` would be for a server that is starting: what the user gave stays known.
-        return table.model_construct(table.model_fields_set, **values)
-
-    tables = {
-        name: shortened(getattr(recipe, name)) for name in ("rollout", "teacher", "reference")
+def without_tapes(recipe: Recipe) -> Recipe:
+    """Return the recipe with teachers whose answers are not kept."""
+    unkept = {"tape": None}
+    tables = {name: getattr(recipe, name) for name in ("teacher", "reference")}
+    changes: dict[str, Any] = {
+        name: table.model_copy(update=unkept) for name, table in tables.items() if table is not None
     }
-    teachers = {name: shortened(teacher) for name, teacher in recipe.teachers.items()}
-    return recipe.model_copy(update={**tables, "teachers": teachers})
+    changes["teachers"] = {
+        name: teacher.model_copy(update=unkept) for name, teacher in recipe.teachers.items()
+    }
+    return recipe.model_copy(update=changes)
 
 
 def probe_engine(
@@ -167,7 +152,7 @@ def probe_engine(
     warnings = tokens_of_no_use(step.metrics).values()
     findings += [CheckResult("a step's metrics", "warning", text) for text in warnings]
     forecast = step.forecast(recipe.trainer, str(own) if teachers else None)
-    advice += [*advice_on_ends(loss, step.metrics), *advice_on_seconds(forecast)]
+    advice += advice_on_ends(loss, step.metrics)
     student = student_report(engine, given(engine.student_spec), step)
     return ProbeReport(findings, advice, forecast, student, teachers)
 
@@ -341,44 +326,6 @@ def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> Studen
     return StudentReport(facts, None if seconds is None else step.tokens / seconds)
 
 
-def recommendations(own: SupportSize, teacher: TeacherReport) -> Iterator[str]:
-    """Yield what to change in recipe or servers for a teacher, one sentence each."""
-    facts, plugin = teacher.facts, teacher.plugin
-    if teacher.support is not None:
-        yield advice_on_k(own, teacher.support)
-    if teacher.same_prompts is False:
-        yield (
-            "its own template writes other prompts, and it is sent the student's: for a chat model "
-            "set prompt.chat_template = true."
-        )
-    if teacher.head_bfloat16:
-        remedy = 'set its dtype to "float32"'
-        if facts.url is not None:
-            remedy = 'start its server with --hf-overrides \'{"head_dtype": "float32"}\''
-        yield f"its logits are rounded to bfloat16, up to 0.06 nat each; {remedy} for exact ones."
-    slow = isinstance(own, str) or own >= SLOW_JSON
-    if plugin is not None and plugin.version is None and slow:
-        yield (
-            f"its server has no scoring plugin and answers K = {own} in JSON, several times slower "
-            f"than in binary; start it with `prime-rl teacher --model {facts.model}`."
-        )
-
-
-def advice_on_k(own: SupportSize, support: SupportFacts) -> str:
-    """Return the recommended K, compared with the recipe's."""
-    best, largest = support.recommended_k, support.largest_k
-    reason = f"its tail hides at most 5 % of the reverse KL at K = {largest}"
-    if not isinstance(own, int) or own == 0:
-        return f"a loss on the teacher's top K needs K = {best}: {reason}."
-    hidden = next((entry.hidden for entry in support.by_k if entry.k == own), None)
-    if hidden is None:
-        return f"it was not asked for the recipe's k = {own}; K = {best} is enough: {reason}."
-    hides = f"the recipe's k = {own} hides {hidden:.0%} of the reverse KL at K = {largest}"
-    if own < best:
-        return f"{hides}; set the loss's k to {best}: {reason}."
-    return f"{hides}; K = {best} is enough: {reason}."
-
-
 def advice_on_ends(loss: LossConfig, metrics: Mapping[str, float]) -> Iterator[str]:
     """Yield a word where the teacher would not end the student's answers as it does.
 
@@ -392,16 +339,4 @@ def advice_on_ends(loss: LossConfig, metrics: Mapping[str, float]) -> Iterator[s
             f"The teacher gives the tokens that end the student's answers a probability of "
             f"{teacher:.2g}, and the student {student:.2g}: name the ends of both models in "
             "[loss.stops], leave them out with [loss.special_tokens], or align the templates."
-        )
-
-
-def advice_on_seconds(step: StepForecast) -> Iterator[str]:
-    """Yield a word where the teachers take most of a step."""
-    if step.score_seconds is None or step.sample_seconds is None or step.train_seconds is None:
-        return
-    rest = step.sample_seconds + step.train_seconds
-    if step.score_seconds > rest:
-        yield (
-            f"Scoring takes {step.score_seconds:.3g} s of a step, and sampling and training "
-            f"{rest:.3g} s: a smaller K or a faster teacher shortens the run."
         )

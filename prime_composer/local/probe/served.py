@@ -10,14 +10,15 @@ from prime_composer.local.probe.report import (
     Attempts,
     ModelFacts,
     ProbeReport,
-    ServedReport,
     SupportSize,
+    TeacherReport,
 )
 from prime_composer.local.probe.teacher import (
     Target,
     is_bfloat16_like,
     measure_column,
     plugin_report,
+    recommendations,
 )
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.urls import public_url
@@ -52,7 +53,7 @@ def probe_server(scorer: ServerScorer, url: str, seconds: float) -> ProbeReport:
     prompt = samples[0].rollout.token_ids[: max(1, window - 1 - OWN_TOKENS)].tolist()
     own = found.attempt("own scores", lambda: scorer.own_logprobs(prompt))
     own = own or found.unmeasured["own scores"]
-    report = ServedReport(
+    report = TeacherReport(
         facts=facts,
         head_dtype=scorer.head_dtype,
         head_bfloat16=None if top is None else is_bfloat16_like(top[0].teacher_logprobs),
@@ -65,7 +66,8 @@ def probe_server(scorer: ServerScorer, url: str, seconds: float) -> ProbeReport:
         unmeasured=found.unmeasured,
     )
     findings = list(findings_of(own, report))
-    return ProbeReport(findings, [*advice_on(report)], teachers={"teacher": report})
+    advice = [*recommendations(COLUMNS[-1], report)]
+    return ProbeReport(findings, advice, teachers={"teacher": report})
 
 
 def samples_of(scorer: ServerScorer, length: int) -> list[Sample]:
@@ -76,7 +78,7 @@ def samples_of(scorer: ServerScorer, length: int) -> list[Sample]:
     return [Sample(Rollout.not_sampled(one, 1, "length"), Problem("", "")) for one in sequences]
 
 
-def findings_of(own: OwnLogprobs | str, report: ServedReport) -> Iterator[CheckResult]:
+def findings_of(own: OwnLogprobs | str, report: TeacherReport) -> Iterator[CheckResult]:
     """Yield whether the server's answers may be true ones."""
     wrong = report.wrong_answers
     yield CheckResult("answers", "failed" if wrong else "ok", wrong[0] if wrong else "")
@@ -87,19 +89,3 @@ def findings_of(own: OwnLogprobs | str, report: ServedReport) -> Iterator[CheckR
         yield CheckResult(name, "failed", one_line(error))
     else:
         yield CheckResult(name, "skipped" if not_compared else "ok", not_compared)
-
-
-def advice_on(report: ServedReport) -> Iterator[str]:
-    """Yield how to start the server for exact numbers and for speed."""
-    plugin, k = report.plugin, report.max_logprobs
-    if report.head_bfloat16:
-        yield (
-            "its logits are rounded to bfloat16, up to 0.06 nat each: start it with --hf-overrides "
-            '\'{"head_dtype": "float32"}\'.'
-        )
-    if plugin is None or plugin.version is None:
-        allowed = "" if k is None else f", for K of at most {k} (--max-logprobs)"
-        yield (
-            f"it has no scoring plugin and answers in JSON{allowed}, without hidden states: start "
-            "it with `prime-rl teacher`."
-        )

@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +39,8 @@ from prime_composer.teachers.server import ServerScorer
 COLUMNS = (0, 1, 8, 20, 32, 64)
 """The values of K whose speed is measured, beside the recipe's own. A vLLM server gives at most 20
 unless it was told otherwise."""
+
+SLOW_JSON = 8  # From this K on, JSON is several times slower (scoring/README.md)
 
 LARGEST_HIDDEN_SHARE = 0.05  # Share of the KL at the largest K that the recommended K may hide
 
@@ -251,3 +253,41 @@ def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
     on_grid = (counted - (counted / grid).round() * grid).abs() <= tolerance
     # Of a float32 head 0.004 of them are there by chance; a few differences prove nothing.
     return len(counted) >= 20 and float(on_grid.double().mean()) >= 0.9
+
+
+def recommendations(own: SupportSize, teacher: TeacherReport) -> Iterator[str]:
+    """Yield what to change in recipe or server for a teacher, one sentence each."""
+    facts, plugin = teacher.facts, teacher.plugin
+    if teacher.support is not None:
+        yield advice_on_k(own, teacher.support)
+    if teacher.same_prompts is False:
+        yield (
+            "its own template writes other prompts, and it is sent the student's: for a chat model "
+            "set prompt.chat_template = true."
+        )
+    if teacher.head_bfloat16:
+        remedy = 'set its dtype to "float32"'
+        if facts.url is not None:
+            remedy = 'start its server with --hf-overrides \'{"head_dtype": "float32"}\''
+        yield f"its logits are rounded to bfloat16, up to 0.06 nat each; {remedy} for exact ones."
+    slow = isinstance(own, str) or own >= SLOW_JSON
+    if plugin is not None and plugin.version is None and slow:
+        yield (
+            f"its server has no scoring plugin and answers K = {own} in JSON, several times slower "
+            f"than in binary; start it with `prime-rl teacher --model {facts.model}`."
+        )
+
+
+def advice_on_k(own: SupportSize, support: SupportFacts) -> str:
+    """Return the recommended K, compared with the recipe's."""
+    best, largest = support.recommended_k, support.largest_k
+    reason = f"its tail hides at most 5 % of the reverse KL at K = {largest}"
+    if not isinstance(own, int) or own == 0:
+        return f"a loss on the teacher's top K needs K = {best}: {reason}."
+    hidden = next((entry.hidden for entry in support.by_k if entry.k == own), None)
+    if hidden is None:
+        return f"it was not asked for the recipe's k = {own}; K = {best} is enough: {reason}."
+    hides = f"the recipe's k = {own} hides {hidden:.0%} of the reverse KL at K = {largest}"
+    if own < best:
+        return f"{hides}; set the loss's k to {best}: {reason}."
+    return f"{hides}; K = {best} is enough: {reason}."
