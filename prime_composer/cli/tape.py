@@ -111,7 +111,7 @@ def tape_make(folder: str | None, config: str | None, overrides: Sequence[str]) 
     from prime_composer.cli.progress import Screen
     from prime_composer.local.evaluate import Evaluator
     from prime_composer.local.opening import open_engine
-    from prime_composer.local.preflight import Checks, run_check
+    from prime_composer.local.preflight import Checks, run_checks
     from prime_composer.local.requirements import check_requirements
     from prime_composer.local.sources import load_sources
     from prime_composer.tiny_models.cache import prepare_models
@@ -122,8 +122,7 @@ def tape_make(folder: str | None, config: str | None, overrides: Sequence[str]) 
     with Screen(total=count) as screen:
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         with open_engine(recipe, problems, paths, screen.status, teachers_alone=True) as engine:
-            checks = Checks(engine, recipe, {}).vocabularies()
-            for finding in (one for item in checks.items() for one in run_check(*item)):
+            for finding in run_checks(Checks(engine, recipe).vocabularies()):
                 if finding.state == "warning":
                     screen.status(f"warning: {finding.text}")
             Evaluator(engine, recipe).teachers()

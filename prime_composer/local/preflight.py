@@ -73,15 +73,15 @@ class CheckResult:
     name: str
     state: State  # its result, or "warning" for what is legal but worth knowing
     text: str = ""  # what is wrong or worth knowing, or why it was skipped
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    nats: float | None = None  # of the weight sync: largest difference of a token's log-prob
 
 
 @dataclass
 class Preflight:
     """What each check found, in their order, and what each teacher was asked, with its scores."""
 
-    findings: list[CheckResult] = field(default_factory=list)
-    probes: dict[TeacherId, KnownRequest] = field(default_factory=dict)
+    findings: list[CheckResult]
+    probes: dict[TeacherId, KnownRequest]
 
     @property
     def warnings(self) -> list[str]:
@@ -91,14 +91,13 @@ class Preflight:
     @property
     def sampler_trainer_difference(self) -> float:
         """Largest difference of a token's log-prob around weight syncs, in nats."""
-        return next(one for one in self.findings if one.name == WEIGHT_SYNC).numbers["nats"]
+        return given(next(one for one in self.findings if one.name == WEIGHT_SYNC).nats)
 
 
 def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Preflight:
     """Run every check, the cheap ones first. An error names which teacher it is about."""
-    result = Preflight()
-    for name, check in Checks(engine, recipe, result.probes).by_name().items():
-        result.findings += run_check(name, check)
+    checks = Checks(engine, recipe)
+    result = Preflight(run_checks(checks.by_name()), checks.probes)
     for warning in result.warnings:
         status(f"warning: {warning}")
     status(
@@ -108,27 +107,22 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
     return result
 
 
-def all_findings(engine: Engine, recipe: Recipe, sends_weights: bool) -> list[CheckResult]:
-    """Run every check as ``preflight`` does, also after one that failed, which is a finding then.
-
-    Without ``sends_weights`` no perturbed ones are sent: all users of a server would get them.
-    """
+def run_checks(checks: Mapping[str, "Check"], goes_on: bool = False) -> list[CheckResult]:
+    """Return each check's own result with its warnings; with ``goes_on`` an error is a result."""
     found: list[CheckResult] = []
-    for name, check in Checks(engine, recipe, {}, sends_weights).by_name().items():
+    for name, check in checks.items():
         try:
-            found += run_check(name, check)
+            own = check()
         except (ValueError, RuntimeError, OSError) as error:
-            found.append(CheckResult(name, "failed", one_line(error)))
+            if not goes_on:
+                raise
+            own = CheckResult(name, "failed", one_line(error))
+        if isinstance(own, CheckResult):
+            found.append(own)
+        else:
+            found += [CheckResult(name, "ok")]
+            found += [CheckResult(name, "warning", text) for text in own or ()]
     return found
-
-
-def run_check(name: str, check: "Check") -> list[CheckResult]:
-    """Run a check, and return its own result with its warnings."""
-    found = check()
-    if isinstance(found, CheckResult):
-        return [found]
-    warnings = [CheckResult(name, "warning", text) for text in found or ()]
-    return [CheckResult(name, "ok"), *warnings]
 
 
 def one_line(error: BaseException) -> str:
@@ -146,8 +140,10 @@ class Checks:
 
     engine: Engine
     recipe: Recipe
-    probes: dict[TeacherId, KnownRequest]
+    # False: no perturbed weights are sent to a server, whose other users would get them
     sends_weights: bool = True
+    # what each teacher was asked, with its scores
+    probes: dict[TeacherId, KnownRequest] = field(default_factory=dict)
 
     def by_name(self) -> dict[str, Check]:
         """Return every check by its name, the cheap ones first."""
@@ -278,9 +274,9 @@ class Checks:
     def _weight_sync(self) -> CheckResult:
         check = check_weight_sync if self.sends_weights else check_loaded_weights
         engine, dtype = self.engine, self.recipe.trainer.dtype
-        nats = {"nats": check(engine.sampler, engine.model, self._prompts(), dtype)}
+        nats = check(engine.sampler, engine.model, self._prompts(), dtype)
         if self.sends_weights:
-            return CheckResult(WEIGHT_SYNC, "ok", numbers=nats)
+            return CheckResult(WEIGHT_SYNC, "ok", nats=nats)
         why = (
             "the loaded weights agree; new ones were not sent, since others may use the server: "
             "the run checks that before its first step"

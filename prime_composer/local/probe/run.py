@@ -21,10 +21,11 @@ from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine, tokenizer_of
 from prime_composer.local.preflight import (
     CheckResult,
+    Checks,
     State,
-    all_findings,
     check_routing,
     one_line,
+    run_checks,
 )
 from prime_composer.local.probe.report import (
     NO_ROLLOUT,
@@ -126,7 +127,8 @@ def probe_engine(
 ) -> ProbeReport:
     """Run the checks and measure open models; see ``probe``. Their weights stay as they are."""
     status("running the preflight's checks")
-    findings = all_findings(engine, recipe, sends_weights=recipe.rollout.url is None)
+    checks = Checks(engine, recipe, sends_weights=recipe.rollout.url is None)
+    findings = run_checks(checks.by_name(), goes_on=True)
     status("running a step up to its backward pass")
     step = FirstStep()
     step.run(Collector(engine, recipe))
@@ -205,7 +207,7 @@ class FirstStep:
         """Return whether a part of the step could be measured, whose last lap is given."""
         name, seconds = f"a step's {part}", self.laps.get(f"time/{lap}")
         if seconds is not None:
-            return CheckResult(name, "ok", numbers={"seconds": seconds})
+            return CheckResult(name, "ok")
         if lap == "train" and not self.samples:
             return CheckResult(name, "skipped", "no rollout was sampled")
         state: State = "skipped" if isinstance(self.error, NotMeasured) else "failed"
