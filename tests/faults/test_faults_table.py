@@ -1,5 +1,6 @@
 """The table of faults in README.md of this folder: every row names a test that exists."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def rows() -> list[str]:
     return [line for line in lines if not line.startswith("| fault |")]
 
 
+@functools.cache
 def names_of_tests() -> set[str]:
     """Return the name of every test of the repository."""
     return {

@@ -21,16 +21,7 @@ from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.step import gradients  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
-
-
-class Silent:
-    """Shows nothing of a run."""
-
-    def status(self, text: str) -> None: ...
-
-    def start(self, metrics: dict[str, float]) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+from tests.local.helpers import Silent  # noqa: E402
 
 
 def main() -> None:
