@@ -158,6 +158,23 @@ def inspect_models_in_process() -> None:
     module._run_in_subprocess = lambda function: function()
 
 
+def missing_for(architecture: str) -> str | None:
+    """Return the package that vLLM's class of an architecture imports and that is not usable here.
+
+    ``hide_cuda_packages`` hides it; vLLM itself only says to look at its logs.
+    """
+    import_vllm()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    known: Any = ModelRegistry.models.get(architecture)
+    try:
+        if known is not None:
+            known.load_model_cls()
+    except ModuleNotFoundError as error:
+        return error.name
+    return None
+
+
 def keep_process_groups() -> None:
     """Stop a closing engine from destroying the process groups of the whole process.
 

@@ -1,5 +1,6 @@
 """Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.errors import how_to_install, own_words
+from prime_composer.backends.lora.four_bits import compute_in_float32, four_bit_settings
 from prime_composer.backends.model_files import (
     cached_file,
     has_tokenizer,
@@ -24,6 +26,14 @@ from prime_composer.lm_head import head_logits, logprobs_at, whole_logits
 
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Number formats of weights that are not quantized. PyTorch compares no others."""
+
+OWN_FILES = (
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a model that a checkpoint has as they are."""
 
 
 WAY_OUT = (
@@ -114,18 +124,22 @@ def load_tokenizer(model: str | Path) -> Any | None:
 
 
 def load_model(
-    model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
+    model: str | Path,
+    dtype: str = "float32",
+    device: str | torch.device | None = None,
+    **settings: Any,
 ) -> nn.Module:
     """Return a causal language model in eval mode. ``device`` None is the GPU where there is one.
 
-    Without dropout the student's log-probs are those that the sampler computes.
+    Without dropout the student's log-probs are those that the sampler computes. ``settings`` are
+    more arguments of ``from_pretrained``.
     """
-    transformers = import_transformers()
+    auto = auto_class(read_config(model))
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with without_progress_bars(), explained(model):
-        net, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            str(model), dtype=getattr(torch, dtype), output_loading_info=True
+        net, loading = auto.from_pretrained(
+            str(model), dtype=getattr(torch, dtype), output_loading_info=True, **settings
         )
         missing = sorted(loading["missing_keys"])
         if missing:  # transformers fills them with random numbers
@@ -135,8 +149,40 @@ def load_model(
             )
         check_finite(net, model)
     cap_attention(net)
-    net.generation_config = OwnGenerationConfig.of(model)
+    net.generation_config = OwnFiles.of(model)
     return net.to(device).eval()
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class for a model of a config; that of images too, where it reads them.
+
+    Read as text alone, such a model would be saved, and sent to a sampler, as another architecture.
+    """
+    transformers = import_transformers()
+    if reads_images(config):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def reads_images(config: Any) -> bool:
+    """Return whether a model of a config has towers beside its text's layers."""
+    known = import_transformers().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return type(config) in known and config.get_text_config() is not config
+
+
+def text_layers(model: nn.Module) -> nn.Module:
+    """Return what reads text: a part of a model that reads images too, else the model."""
+    net: Any = model
+    return net.get_decoder() if reads_images(net.config) else net
+
+
+def freeze_towers(model: nn.Module) -> None:
+    """Let nothing train but what a text uses: its layers and the head."""
+    net: Any = model
+    used = [*text_layers(net).parameters(), *net.get_output_embeddings().parameters()]
+    model.requires_grad_(False)
+    for parameter in used:
+        parameter.requires_grad_(True)
 
 
 def cap_attention(model: nn.Module) -> list[str]:
@@ -157,30 +203,31 @@ def cap_attention(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class OwnGenerationConfig:
-    """A model's generation_config.json, which ``save_pretrained`` writes as it is; None for none.
+class OwnFiles:
+    """A model's generation config and processors, which ``save_pretrained`` writes as they are.
 
-    transformers reads files that it refuses to write, and writes others than it has read.
+    transformers refuses to write some that it reads, writes others than it has read, and needs the
+    libraries of images for a processor.
     """
 
-    content: bytes | None
+    content: dict[str, bytes]
 
     @classmethod
-    def of(cls, model: str | Path) -> "OwnGenerationConfig":
-        """Return that of a directory, or of a hub id that is cached."""
-        file = cached_file(model, "generation_config.json")
-        return cls(None if file is None else file.read_bytes())
+    def of(cls, model: str | Path) -> "OwnFiles":
+        """Return those of a directory, or of a hub id that is cached."""
+        files = {name: cached_file(model, name) for name in OWN_FILES}
+        return cls({name: file.read_bytes() for name, file in files.items() if file is not None})
 
     def save_pretrained(self, folder: str | Path) -> None:
-        if self.content is not None:
-            (Path(folder) / "generation_config.json").write_bytes(self.content)
+        for name, content in self.content.items():
+            (Path(folder) / name).write_bytes(content)
 
 
 def shapes(model: str | Path) -> nn.Module:
     """Return a model without weights, in float32, as its config describes it."""
     config = read_config(model)
     with explained(model), torch.device("meta"):
-        net: nn.Module = import_transformers().AutoModelForCausalLM.from_config(config)
+        net: nn.Module = auto_class(config).from_config(config)
     return net.float().eval()
 
 
@@ -207,15 +254,18 @@ def refuse_quantized(described: Any) -> None:
         )
 
 
-def load_student(model: str | Path) -> tuple[nn.Module, Any]:
+def load_student(model: str | Path, load: str = "float32") -> tuple[nn.Module, Any]:
     """Return a causal language model of a directory or hub id, in float32, and its tokenizer.
+
+    With ``load`` "nf4" its linear layers are frozen in 4 bits, and compute in float32.
 
     The tokenizer is None where the directory contains none. Refused are a model that is stored in
     fewer bits, one whose logits are more than ``contract.Logits``, and a tokenizer with ids that
     the head does not have.
     """
     refuse_quantized(read_config(model))  # before it is loaded, whose library may be missing
-    net = load_model(model)
+    net = load_model(model, **({} if load == "float32" else four_bit_settings()))
+    compute_in_float32(net)
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:
@@ -225,6 +275,11 @@ def load_student(model: str | Path) -> tuple[nn.Module, Any]:
             "trained with."
         )
     check_head(net)
+    if load == "float32":
+        freeze_towers(net)
+    else:
+        described: Any = net.config
+        del described.quantization_config  # nothing that is saved or sent has 4 bits
     return net, tokenizer
 
 
@@ -295,10 +350,16 @@ def logits_over(model: nn.Module, hidden: Float[Tensor, "n d"]) -> Logits:
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers of a causal language model by name, without its output head."""
     net: Any = model
-    head = net.get_output_embeddings()
+    head, used = net.get_output_embeddings(), set(text_layers(model).modules())
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and module is not head and module in used:
             yield name, module
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return under which name a model takes and returns its cache; None where it has none."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in taken), None)
 
 
 def check_head(model: nn.Module) -> None:

@@ -36,7 +36,7 @@ from prime_composer.backends.cpu_guard import (
     return_freed_memory,
     use_threads,
 )
-from prime_composer.backends.hf_model import read_config, read_eos_token_ids
+from prime_composer.backends.hf_model import read_config, read_eos_token_ids, reads_images
 from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.backends.protocols import (
     Limits,
@@ -105,6 +105,8 @@ class VLLMEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if reads_images(own_config):  # the towers are not opened, nor a processor
+            arguments["language_model_only"] = True
         if cpu:
             arguments["kv_cache_memory_bytes"] = default_kv_cache_bytes(
                 self.model, dtype, max_model_len, sequences
@@ -281,6 +283,7 @@ def dynamic_rope(config: Any, context: int | None) -> dict[str, Any]:
 def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
     """Return the bytes of a sequence in the key-value cache of a CPU build."""
     length = length or window_of(config) or USUAL_WINDOW
+    config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 4 if dtype in ("float32", "float") else 2

@@ -151,7 +151,8 @@ class Opening:
         # Those of a server are its own context's, which may be longer.
         fix_frequencies(model, sampler.limits.max_model_len or rollout.context())
         begun = adapter is not None and given(recipe.student.lora).start is not None
-        if resumes or latent is not None or begun:
+        rounded = latent is not None or recipe.student.load == "nf4"
+        if resumes or rounded or begun:
             sampler.update_weights(model)
         return Engine(
             tokenized,
@@ -176,7 +177,7 @@ class Opening:
             if self.teachers_alone:
                 model, tokenizer = shapes(weights), load_tokenizer(weights)
             else:
-                model, tokenizer = load_student(weights)
+                model, tokenizer = load_student(weights, recipe.student.load)
             if lora is not None and self.student_dir is not None:
                 tokenizer = load_tokenizer(self.student_dir)
         if tokenizer is None:
@@ -194,7 +195,7 @@ class Opening:
         config = self.recipe.student
         if config.lora is not None and config.lora.start is None:
             return base_of(engine.model)
-        start, _ = load_student(self.origin)
+        start, _ = load_student(self.origin, config.load)
         fix_frequencies(start, engine.sampler.limits.max_model_len or engine.context)
         round_student(start, config)
         if config.lora is not None:

@@ -1,6 +1,5 @@
 """Refuse what a recipe lacks on this machine before anything is built or loaded."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -8,15 +7,21 @@ from pathlib import Path
 
 from torch import nn
 
-from prime_composer.backends.cpu_guard import built_for_cpu
+from prime_composer.backends.cpu_guard import built_for_cpu, missing_for
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.hf_model import ModelUnavailable, refuse_quantized
+from prime_composer.backends.hf_model import (
+    ModelUnavailable,
+    cache_argument,
+    reads_images,
+    refuse_quantized,
+)
 from prime_composer.backends.lora.adapter import (
     CONFIG,
     check_directory,
     folder_of_adapter,
     import_peft,
 )
+from prime_composer.backends.lora.four_bits import import_bitsandbytes
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,
@@ -83,6 +88,8 @@ def check_libraries(recipe: Recipe) -> None:
         require_library(data.metric)
     if recipe.student.lora is not None:
         import_peft()
+    if recipe.student.load == "nf4":
+        import_bitsandbytes()
     if recipe.logging.wandb is not None:
         import_wandb()
 
@@ -131,11 +138,10 @@ def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> N
     """Refuse a model, with or without weights, that a backend on this machine cannot run."""
     if trains:
         refuse_quantized(model)
-    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
-    if backend_of(backend).by_head and not has_cache:
+    if backend_of(backend).by_head and cache_argument(model) is None:
         raise ModelUnavailable(
-            f"{type(model).__name__} takes no past_key_values, which the transformers sampler goes "
-            "on from; choose another backend or model"
+            f"{type(model).__name__} takes no cache, which the transformers sampler continues "
+            "from; choose another backend or model"
         )
     if not (backend_of(backend).packs and built_for_cpu()):
         return
@@ -145,6 +151,9 @@ def check_backend(model: nn.Module, backend: str, dtype: str, trains: bool) -> N
         reason = "packs its experts when it opens, and takes no new weights for them"
     if dtype == "float32" and any(name.endswith("A_log") for name in shapes):  # decay rates
         reason = "does not compute its recurrent layers in float32"
+    if reads_images(model.config) and (package := missing_for(type(model).__name__)):
+        reason = f"needs a {package} of this PyTorch's build (pip install {package} --index-url "
+        reason += "https://download.pytorch.org/whl/cpu)"
     if reason is not None:
         raise ModelUnavailable(
             f"vLLM's CPU build cannot run {type(model).__name__} here: it {reason}; choose backend "

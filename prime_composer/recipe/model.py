@@ -79,5 +79,10 @@ class StudentConfig(ModelConfig):
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights."""
 
+    load: Literal["float32", "nf4"] = "float32"
+    """How the weights are kept. "nf4" keeps those of the linear layers in 4 bits beside an adapter
+    (QLoRA, https://arxiv.org/abs/2305.14314), and the sampler gets what they stand for. Needs
+    bitsandbytes."""
+
     quantize: StaysRoundedConfig | None = None
     """Keep the linear layers rounded while the student learns."""

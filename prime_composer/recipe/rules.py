@@ -160,6 +160,22 @@ def of_balance(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def of_four_bits(recipe: Recipe) -> Iterator[str]:
+    if recipe.student.lora is None:
+        yield "student.load = 'nf4' keeps weights that cannot train: add [student.lora]"
+    if recipe.checkpoint.merge:
+        yield (
+            "checkpoint.merge = true writes whole weights, and student.load = 'nf4' has 4 bits of "
+            "them: leave merge out, and merge the adapter's directory with peft"
+        )
+    policy = None if recipe.teacher is None else recipe.teacher.policy
+    if policy is not None and policy.update not in ("live", "base"):
+        yield (
+            f"teacher.policy.update = {policy.update!r} copies the student's weights, of which "
+            "student.load = 'nf4' has 4 bits: choose 'live' or 'base'"
+        )
+
+
 @rule(
     {
         "`lora`, `quantize`": "`quantize` in `[student.prepare]`",
@@ -167,10 +183,13 @@ def of_balance(recipe: Recipe) -> Iterator[str]:
         "`base = true`, `policy.update = 'base'` or `checkpoint.merge` without `[student.lora]`": (
             "`[student.lora]`"
         ),
+        "`student.load = 'nf4'` without an adapter alone, or `checkpoint.merge`": "merge by peft",
     }
 )
 def of_adapter(recipe: Recipe) -> Iterator[str]:
     student, reference = recipe.student, recipe.reference
+    if student.load == "nf4":
+        yield from of_four_bits(recipe)
     if student.lora is not None:
         if student.quantize is not None:
             yield (

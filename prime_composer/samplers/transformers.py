@@ -12,6 +12,7 @@ from prime_composer.backends.alignment import (
     make_rollout,
 )
 from prime_composer.backends.hf_model import (
+    cache_argument,
     float32_head,
     lm_head_weight,
     pad,
@@ -102,18 +103,20 @@ class TransformersSampler(LoadedModel):
         position_ids = (mask.cumsum(dim=1) - 1).clamp_min(0)
         finished = torch.zeros(len(jobs), dtype=torch.bool, device=device)
         lengths = torch.zeros(len(jobs), dtype=torch.int64, device=device)
-        cache = None
+        cache, key = None, cache_argument(self.model) or ""
+        # Mamba masks the tokens of a call, of which all after the first call's are real.
+        masks_call = key == "cache_params"
         sampled_ids, sampled_logprobs = [], []
         for _ in range(params.max_tokens):
             output = self.model(
                 input_ids=step_ids,
-                attention_mask=mask,
+                attention_mask=None if cache is not None and masks_call else mask,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{key: cache},
             )
-            cache = output.past_key_values
+            cache = output[key]
             logits = output.logits[:, -1]
             if params.temperature == 0:
                 step_ids = logits.argmax(dim=-1, keepdim=True)

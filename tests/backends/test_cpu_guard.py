@@ -11,6 +11,7 @@ from torch import nn
 
 from prime_composer.backends import cpu_guard
 from prime_composer.backends.cpu_guard import THREADS_VARIABLE, all_cores
+from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm import default_kv_cache_bytes
 from prime_composer.cli import machine
@@ -147,11 +148,9 @@ def test_kv_cache_has_room_for_the_sequences(
 ) -> None:
     """Room for what a run asks at once, from 64 MiB to 1 GiB, and for two sequences at least."""
 
-    class Config:
-        num_key_value_heads, head_dim = 4, 16
-        num_hidden_layers = layers
-
-    monkeypatch.setattr("prime_composer.backends.vllm.read_config", lambda model: Config)
+    sizes = {"num_key_value_heads": 4, "head_dim": 16, "num_hidden_layers": layers}
+    config = import_transformers().PreTrainedConfig(**sizes)
+    monkeypatch.setattr("prime_composer.backends.vllm.read_config", lambda model: config)
     assert default_kv_cache_bytes("m", "float32", 200, sequences) == expected
 
 

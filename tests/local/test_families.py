@@ -1,4 +1,4 @@
-"""Students and teachers whose logits are more than a product: a bias, a cap, a scale."""
+"""Students and teachers of families with something of their own: biases, caps, states, towers."""
 
 import copy
 import json
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import load_model
+from prime_composer.backends.hf_model import linear_layers, load_model
 from prime_composer.local import student as training
 from tests.local.helpers import run
 from tests.studies.architecture_models import write_model
 
-FAMILIES = ["Gemma-2", "Granite", "Cohere", "Phi", "GPT-J", "Falcon-H1"]
+FAMILIES = ["Gemma-2", "Granite", "Cohere", "Phi", "GPT-J", "Falcon-H1", "Mamba-2", "Qwen3-VL"]
 
 
 def recipe(folder: Path, family: str, loss: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def test_family_trains_and_begins_with_float64s_loss(
         before = None if first else copy.deepcopy(model)
         found = accumulate(model, loss, batch, *rest)
         if before is not None:
-            grads = {name: one.grad.clone() for name, one in model.named_parameters()}
+            trained = {name: one.grad for name, one in model.named_parameters()}
+            grads = {name: one.clone() for name, one in trained.items() if one is not None}
             first.update(model=before, samples=batch.samples, grads=grads)
         return found
 
@@ -85,8 +86,30 @@ def test_family_trains_and_begins_with_float64s_loss(
         after = reverse_kl(trained, teacher, first["samples"], k)
     assert len(losses) == 20 and after < 0.9 * exact
     exact.backward()
-    for name, one in student.named_parameters():
+    of_text = {name: one for name, one in student.named_parameters() if ".visual." not in name}
+    assert of_text.keys() == first["grads"].keys()
+    for name, one in of_text.items():
         own = first["grads"][name].double()
         torch.testing.assert_close(
             own, one.grad, rtol=1e-3, atol=1e-4 * float(one.grad.abs().max())
         )
+
+
+def test_model_that_reads_images_stays_one(tmp_path: Path):
+    """Its towers neither train nor get an adapter, and a checkpoint has them, with the files of
+    their processor.
+    """
+    raw = recipe(tmp_path, "Qwen3-VL", {"type": "topk_reverse_kl", "k": 8})
+    raw["trainer"]["steps"] = 2
+    (Path(raw["student"]["model"]) / "preprocessor_config.json").write_text('{"own": 1}')
+    run(raw, tmp_path / "run")
+    saved = tmp_path / "run" / "checkpoints" / "step_000002"
+    before, after = load_model(raw["student"]["model"]), load_model(saved)
+    assert type(after) is type(before) and (saved / "preprocessor_config.json").is_file()
+    changed = {
+        name.removeprefix("model.").split(".")[0]
+        for (name, one), other in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(one, other)
+    }
+    assert changed == {"language_model", "lm_head"}
+    assert all(".language_model." in name for name, _ in linear_layers(before))

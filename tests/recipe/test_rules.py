@@ -54,6 +54,7 @@ END: Case = {"checks": {"collapse": {"end": 0.01}}}
 AHEAD = {"backend": "server", "url": "http://a:1", "ahead": 1}
 SAMPLES = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
 BALANCED: Case = {"loss": {**SAMPLED, "balance": {"by": "sequence"}}}
+NF4 = {"model": "s", "load": "nf4"}
 QUANTIZED = {"model": "s", "quantize": {"bits": 4, "group": 32}}
 LORA: Case = {"student": {"model": "s", "lora": {}}}
 BEGUN: Case = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
@@ -89,6 +90,10 @@ ROWS: dict[str, list[Case]] = {
     "`student.lora.start`, `[reference] start = true`": [{**BEGUN, **START}],
     "`base = true`, `policy.update = 'base'` or `checkpoint.merge` without `[student.lora]`": [
         {"teacher": BASE}, policy(update="base"), {"checkpoint": {"merge": True}},
+    ],
+    "`student.load = 'nf4'` without an adapter alone, or `checkpoint.merge`": [
+        {"student": NF4}, {"student": {**NF4, "lora": {}}, "checkpoint": {"merge": True}},
+        {"student": {**NF4, "lora": {}}, **policy(update="ema")},
     ],
     "`other_source = 'teacher'`, `[teacher.policy]` or `on_overflow`": [
         {**POLICY, "rollout": SAMPLES},
@@ -159,7 +164,7 @@ ROWS: dict[str, list[Case]] = {
 
 def test_table_of_the_guide_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main(["--check", str(GUIDE)]) == 0, capsys.readouterr().err
-    assert list(rules.PAIRS) == list(ROWS) and len(ROWS) <= 24
+    assert list(rules.PAIRS) == list(ROWS) and len(ROWS) <= 25
 
 
 VERBS = "add|choose|keep|leave|let|name|open|round|route|set|start|use|write|at least"

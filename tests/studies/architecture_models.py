@@ -56,6 +56,25 @@ LINEAR = {
     "linear_value_head_dim": 32,
 }
 
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+VISION = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+    "image_size": 28,
+    "patch_size": 14,
+}
+IMAGE_IDS = ("image_token_id", "image_token_index", "video_token_id", "boi_token_index")
+
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -176,8 +195,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "Qwen2.5-VL": ("qwen2_5_vl", {"rope_parameters": MROPE}),
+    "Qwen3-VL": ("qwen3_vl", {"rope_parameters": MROPE}),
+    "Qwen3.5": ("qwen3_5", {**LINEAR, "layer_types": ["linear_attention", "full_attention"]}),
+    "Gemma-3, images": (
+        "gemma3",
+        {"query_pre_attn_scalar": 32, "sliding_window": 64, "tie_word_embeddings": True},
+    ),
+    "Mistral-3": ("mistral3", {"sliding_window": None}),
+    "Llava": ("llava", {}),
+    "InternVL": ("internvl", {}),
+    "SmolVLM": ("smolvlm", {}),
 }
-"""Name -> transformers' name of the architecture, and what differs from ``PLAIN``."""
+"""Name -> transformers' name of the architecture, and what differs from ``PLAIN``, of its text."""
+
+READ_IMAGES = [*ARCHITECTURES][[*ARCHITECTURES].index("Qwen2.5-VL") :]
+
+
+def known(settings: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the settings that a config has: another would be there all the same, and be read."""
+    return {key: value for key, value in settings.items() if hasattr(config, key)}
 
 
 def make_tokenizer() -> Any:
@@ -197,26 +234,34 @@ def make_tokenizer() -> Any:
 
 
 def make_model(architecture: str, seed: int) -> Any:
-    """Return a random model of an architecture in float32.
+    """Return a random model of an architecture in float32, with small towers where it has some.
 
     Its matrices are large enough that no distribution is near the uniform one, and its biases and
     gains are not those of a new model, so that one that is left out is seen.
     """
-    from prime_composer.backends.hf_model import import_transformers
+    from prime_composer.backends.hf_model import auto_class, import_transformers
 
     transformers = import_transformers()
     name, changes = ARCHITECTURES[architecture]
     ids = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     config_class = transformers.CONFIG_MAPPING[name]
     default = config_class()
-    # A key that a config does not know would be there all the same, and vLLM reads it.
-    plain = {key: value for key, value in PLAIN.items() if hasattr(default, key)}
-    settings = {**plain, **ids, **changes}
+    text = default.get_text_config()
+    settings = known(PLAIN, text) | ids | changes
     if isinstance(getattr(config_class, "head_dim", None), property):
         del settings["head_dim"]
+    if text is not default:
+        vision = default.vision_config
+        settings = {
+            "text_config": {"model_type": text.model_type, **settings},
+            "vision_config": {"model_type": vision.model_type, **known(VISION, vision)},
+            "tie_word_embeddings": settings.get("tie_word_embeddings", False),
+            **known({key: VOCAB - 1 for key in IMAGE_IDS}, default),
+        }
+    config = config_class(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config_class(**settings))
+        model = auto_class(config).from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim >= 2:

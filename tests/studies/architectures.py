@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tests.fork_server import ENGINE, REPO, ForkServer
-from tests.studies.architecture_models import ARCHITECTURES, VOCAB, write_model
+from tests.studies.architecture_models import ARCHITECTURES, READ_IMAGES, VOCAB, write_model
 
 CELLS = ("student/vllm", "student/transformers", "teacher/vllm", "teacher/transformers")
 SERVED = "teacher/server"
@@ -273,18 +273,20 @@ def logprobs64(net: Any, row: dict[str, Any]) -> torch.Tensor:
 
 def compare_numbers(own: Path, partner: Path, numbers: Path) -> dict[str, float]:
     """Return the largest distances to plain forwards in float64, in nats."""
-    from prime_composer.backends.hf_model import import_transformers
-
-    transformers = import_transformers()
+    from prime_composer.backends.hf_model import auto_class, read_config
 
     def load(folder: Path) -> Any:
         # Products of grouped experts have no float64, and fused attention leaves caps out.
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float64,
-            experts_implementation="eager",
-            attn_implementation="eager",
-        ).eval()
+        return (
+            auto_class(read_config(folder))
+            .from_pretrained(
+                folder,
+                dtype=torch.float64,
+                experts_implementation="eager",
+                attn_implementation="eager",
+            )
+            .eval()
+        )
 
     taken, net, nats = torch.load(numbers, weights_only=False), load(own), {}
 
@@ -337,10 +339,15 @@ def fill(name: str, cell: str, folder: Path, seconds: float) -> Cell:
     file = folder / f"{slug(name)}.{cell.replace('/', '.')}.json"
     if file.exists():
         return Cell(**json.loads(file.read_text()))
-    words = ("-m", __spec__.name, "--cell", name, cell, "--folder", folder)
+    words = ("--cell", name, cell, "--folder", str(folder))
     log = file.with_suffix(".log")
     with log.open("wb") as stream:
-        process = forks(cell.endswith("vllm")).start(*words, cwd=REPO, output=stream)
+        if name in READ_IMAGES and cell.endswith("vllm"):
+            command = [sys.executable, "-m", "tests.studies.with_torchvision", *words]
+            process: Any = subprocess.Popen(command, cwd=REPO, stdout=stream, stderr=stream)
+        else:
+            own = forks(cell.endswith("vllm"))
+            process = own.start("-m", __spec__.name, *words, cwd=REPO, output=stream)
         try:
             status: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -368,7 +375,8 @@ What student and teacher do with each backend of one machine, for random tiny mo
 number is the largest distance to float64 in nats (a student's log-probs before and after new
 weights; a teacher's, its top K and reverse KL), over a dry run, a step and a checkpoint. `refused`:
 an error at the dry run. `ended`: an error when the run opens its models. vLLM is its CPU build: a
-GPU's may do more.
+GPU's may do more. Models that read images ran on text, beside a torchvision whose missing operators
+were declared: PyPI's is no build for the CPU.
 
     python -m tests.studies.architectures --write recipes/architectures.md
 

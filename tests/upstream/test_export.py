@@ -579,6 +579,7 @@ COMPANIONS = {
         {"student": {"lora": {}}},
     ),
     "teacher.base": {"student": {"lora": {}}},
+    "student.load": {"student": {"lora": {}}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
 """Key -> what a recipe that sets it has to set as well."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from prime_composer.backends.cpu_guard import preserved_rng
 from prime_composer.backends.errors import naming_file
 from prime_composer.backends.hf_model import ModelUnavailable, import_transformers, linear_layers
+from prime_composer.backends.lora.four_bits import four_bit_layers
 from prime_composer.backends.lora.views import ADAPTER, base_of, weights_of
 from prime_composer.backends.model_files import read_json
 from prime_composer.extras import pip_install
@@ -203,7 +204,7 @@ def check_directory(folder: Path, config: LoraConfig) -> None:
 def layers_to_adapt(
     model: nn.Module, targets: Literal["all-linear"] | tuple[str, ...]
 ) -> dict[str, nn.Linear]:
-    """Return the layers that get an adapter, by name: plain linear ones in float32."""
+    """Return the layers that get an adapter, by name: linear ones in float32, or in 4 bits."""
     net: Any = model
     layers = dict(linear_layers(model))
     names = sorted({name.rpartition(".")[2] for name in layers})
@@ -230,13 +231,16 @@ def layers_to_adapt(
         for name, layer in layers.items()
         if targets == "all-linear" or name.rpartition(".")[2] in targets
     }
+    four_bits = four_bit_layers(model)
     for name, layer in chosen.items():
+        if name in four_bits:
+            continue
         if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
             raise ModelUnavailable(
                 f"[student.lora] {name} of {net.name_or_path} is quantized "
                 f"({type(layer).__name__}, {layer.weight.dtype}), and the sampler gets merged "
-                "weights, which need its float32 ones: name the unquantized model, or round it "
-                "with [student.prepare] quantize"
+                "weights, which need its float32 ones: name the unquantized model, with load = "
+                "'nf4' to keep it in 4 bits"
             )
     return chosen
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prime_composer.backends.lora.four_bits import four_bit_layers, plain_weight
+
 ADAPTER = "default"  # What peft calls the only adapter of a model
 
 
@@ -29,7 +31,13 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     A merged weight is made when it is asked for, so that a caller who takes one after the other
     holds one at a time.
     """
+    four_bits = four_bit_layers(model)
     for name, value in model.state_dict().items():
+        owner, _, state = name.partition(".weight")
+        if owner in four_bits:
+            if state:
+                continue
+            value = plain_weight(four_bits[owner])
         layer_name, base, parameter = name.rpartition("base_layer.")
         layer: Any = model.get_submodule(layer_name.rstrip(".")) if base else None
         if base and is_adapted(layer):
@@ -57,7 +65,8 @@ def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     weights = weights_of(model)
     if type(model).__name__ in WITHOUT_HEAD:
         weights = ((name, weight) for name, weight in weights if name != "lm_head.weight")
-    if not (getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)):
+    own = getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)
+    if not own:
         return weights
     return revert_weight_conversion(net, dict(weights)).items()
 

@@ -44,6 +44,11 @@ def student(recipe: Recipe) -> Iterator[str]:
             "weights that its optimizer trains, and has no step between the two that would round "
             f"them. Leave it out, {RUN_LOCALLY}"
         )
+    if recipe.student.load == "nf4":
+        yield (
+            "student.load = 'nf4': prime-rl has no key for a base in 4 bits. Leave it out, "
+            f"{RUN_LOCALLY}"
+        )
     if (lora := recipe.student.lora) is not None and lora.start is not None:
         yield (
             f"student.lora.start = {str(lora.start)!r}: prime-rl begins with a new adapter, and "
