@@ -148,6 +148,7 @@ def load_model(
                 f"as {missing[0]}; copy the model again."
             )
         check_finite(net, model)
+    compute_in_float32(net)
     cap_attention(net)
     net.generation_config = OwnFiles.of(model)
     return net.to(device).eval()
@@ -265,7 +266,6 @@ def load_student(model: str | Path, load: str = "float32") -> tuple[nn.Module, A
     """
     refuse_quantized(read_config(model))  # before it is loaded, whose library may be missing
     net = load_model(model, **({} if load == "float32" else four_bit_settings()))
-    compute_in_float32(net)
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from prime_composer.backends.hf_model import linear_layers, load_model, sequence_logprobs
-from prime_composer.backends.lora.four_bits import four_bit_layers
+from prime_composer.backends.lora.four_bits import four_bit_layers, four_bit_settings
 from prime_composer.backends.lora.views import weights_of
+from prime_composer.backends.protocols import Rollout
+from prime_composer.teachers.transformers import TransformersScorer
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import opened, run, tiny_models
 
@@ -65,6 +67,22 @@ def test_sampler_gets_what_the_four_bits_stand_for(raw: dict[str, Any]) -> None:
         stored.load_state_dict(served)
         (plain,) = sequence_logprobs(stored, [ids])
         torch.testing.assert_close(own[1:], plain[1:], rtol=0, atol=1e-5)
+
+
+def test_teacher_stored_in_four_bits_scores_as_its_plain_weights(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """In this process, by transformers, with the checkpoint's own settings."""
+    folder = tiny_models(raw)["student"]
+    net: Any = load_model(folder, **four_bit_settings())
+    plain = dict(weights_of(net))
+    net.save_pretrained(tmp_path)
+    rollout = Rollout.not_sampled(torch.arange(2, 30), 4, "length")
+    (scores,) = TransformersScorer(tmp_path).score([rollout], 8)
+    model = load_model(folder)
+    model.load_state_dict(plain)
+    (right,) = sequence_logprobs(model, [rollout.token_ids.tolist()])
+    torch.testing.assert_close(scores.ref_logprobs, right[4:], rtol=0, atol=1e-5)
 
 
 def test_run_trains_the_adapter_and_resumes(raw: dict[str, Any], tmp_path: Path) -> None:

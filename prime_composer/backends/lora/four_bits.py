@@ -43,7 +43,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def compute_in_float32(model: nn.Module) -> None:
-    """Let layers in 4 bits have no kernels in bfloat16 on a CPU.
+    """Let layers in 4 bits, a stored checkpoint's too, have no kernels in bfloat16 on a CPU.
 
     bitsandbytes uses them where no gradient is asked for, and rounds a layer's scales for it, which
     stay rounded.
