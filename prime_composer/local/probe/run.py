@@ -333,7 +333,7 @@ def advice_on_ends(loss: LossConfig, metrics: Mapping[str, float]) -> Iterator[s
 
     Source: https://arxiv.org/abs/2603.25562.
     """
-    teacher, student = (metrics.get(f"rollout/end_{whose}") for whose in ("teacher", "student"))
+    teacher, student = metrics.get("rollout/end_teacher"), metrics.get("rollout/end_student")
     if teacher is None or student is None or loss.stops or loss.special_tokens:
         return
     if teacher < IMPROBABLE * student:
