@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.errors import how_to_install, own_words
-from prime_composer.backends.lora.four_bits import compute_in_float32, four_bit_settings
+from prime_composer.backends.four_bits import compute_in_float32, four_bit_config
 from prime_composer.backends.model_files import (
     cached_file,
     has_tokenizer,
@@ -127,19 +127,23 @@ def load_model(
     model: str | Path,
     dtype: str = "float32",
     device: str | torch.device | None = None,
-    **settings: Any,
+    load: str = "float32",
 ) -> nn.Module:
     """Return a causal language model in eval mode. ``device`` None is the GPU where there is one.
 
-    Without dropout the student's log-probs are those that the sampler computes. ``settings`` are
-    more arguments of ``from_pretrained``.
+    Without dropout the student's log-probs are those that the sampler computes. With ``load`` "nf4"
+    its linear layers are frozen in 4 bits.
     """
-    auto = auto_class(read_config(model))
+    config = read_config(model)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with without_progress_bars(), explained(model):
-        net, loading = auto.from_pretrained(
-            str(model), dtype=getattr(torch, dtype), output_loading_info=True, **settings
+        net, loading = auto_class(config).from_pretrained(
+            str(model),
+            config=config,
+            dtype=getattr(torch, dtype),
+            quantization_config=four_bit_config() if load == "nf4" else None,
+            output_loading_info=True,
         )
         missing = sorted(loading["missing_keys"])
         if missing:  # transformers fills them with random numbers
@@ -265,7 +269,7 @@ def load_student(model: str | Path, load: str = "float32") -> tuple[nn.Module, A
     the head does not have.
     """
     refuse_quantized(read_config(model))  # before it is loaded, whose library may be missing
-    net = load_model(model, **({} if load == "float32" else four_bit_settings()))
+    net = load_model(model, load=load)
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:

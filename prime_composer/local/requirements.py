@@ -9,6 +9,7 @@ from torch import nn
 
 from prime_composer.backends.cpu_guard import built_for_cpu, missing_for
 from prime_composer.backends.errors import how_to_install
+from prime_composer.backends.four_bits import import_bitsandbytes
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
     cache_argument,
@@ -21,7 +22,6 @@ from prime_composer.backends.lora.adapter import (
     folder_of_adapter,
     import_peft,
 )
-from prime_composer.backends.lora.four_bits import import_bitsandbytes
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,

@@ -104,13 +104,12 @@ class TransformersSampler(LoadedModel):
         finished = torch.zeros(len(jobs), dtype=torch.bool, device=device)
         lengths = torch.zeros(len(jobs), dtype=torch.int64, device=device)
         cache, key = None, cache_argument(self.model) or ""
-        # Mamba masks the tokens of a call, of which all after the first call's are real.
-        masks_call = key == "cache_params"
         sampled_ids, sampled_logprobs = [], []
         for _ in range(params.max_tokens):
             output = self.model(
                 input_ids=step_ids,
-                attention_mask=None if cache is not None and masks_call else mask,
+                # Mamba's is of the tokens of a call, of which all after the first call's are real.
+                attention_mask=None if cache is not None and key == "cache_params" else mask,
                 position_ids=position_ids,
                 use_cache=True,
                 logits_to_keep=1,

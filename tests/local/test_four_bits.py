@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prime_composer.backends.four_bits import four_bit_layers
 from prime_composer.backends.hf_model import linear_layers, load_model, sequence_logprobs
-from prime_composer.backends.lora.four_bits import four_bit_layers, four_bit_settings
 from prime_composer.backends.lora.views import weights_of
 from prime_composer.backends.protocols import Rollout
 from prime_composer.teachers.transformers import TransformersScorer
@@ -74,7 +74,7 @@ def test_teacher_stored_in_four_bits_scores_as_its_plain_weights(
 ) -> None:
     """In this process, by transformers, with the checkpoint's own settings."""
     folder = tiny_models(raw)["student"]
-    net: Any = load_model(folder, **four_bit_settings())
+    net: Any = load_model(folder, load="nf4")
     plain = dict(weights_of(net))
     net.save_pretrained(tmp_path)
     rollout = Rollout.not_sampled(torch.arange(2, 30), 4, "length")

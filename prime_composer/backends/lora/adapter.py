@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import preserved_rng
 from prime_composer.backends.errors import naming_file
+from prime_composer.backends.four_bits import four_bit_layers
 from prime_composer.backends.hf_model import ModelUnavailable, import_transformers, linear_layers
-from prime_composer.backends.lora.four_bits import four_bit_layers
 from prime_composer.backends.lora.views import ADAPTER, base_of, weights_of
 from prime_composer.backends.model_files import read_json
 from prime_composer.extras import pip_install

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prime_composer.backends.lora.four_bits import four_bit_layers, plain_weight
+from prime_composer.backends.four_bits import four_bit_layers, plain_weight
 
 ADAPTER = "default"  # What peft calls the only adapter of a model
 
@@ -65,8 +65,7 @@ def weights_to_load(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     weights = weights_of(model)
     if type(model).__name__ in WITHOUT_HEAD:
         weights = ((name, weight) for name, weight in weights if name != "lm_head.weight")
-    own = getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)
-    if not own:
+    if not (getattr(net, "_weight_conversions", None) or get_model_conversion_mapping(net)):
         return weights
     return revert_weight_conversion(net, dict(weights)).items()
 

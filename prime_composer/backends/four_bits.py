@@ -20,17 +20,14 @@ def import_bitsandbytes() -> Any:
     return bitsandbytes
 
 
-def four_bit_settings() -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` for weights in 4 bits and products in float32."""
+def four_bit_config() -> Any:
+    """Return transformers' config for weights in 4 bits and products in float32."""
     import_bitsandbytes()
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     )
-    return {"quantization_config": config}
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, Any]:
