@@ -63,6 +63,8 @@ OPEN = dict(delta_low=2.0, delta_high=2.0, kl_tau=0.0)
         LOSS_TYPES["sampled_reverse_kl"](mode="signed", baseline="topk_kl", k=3, **OPEN),
         LOSS_TYPES["head_tail_reverse_kl"](k=3),
         LOSS_TYPES["head_tail_reverse_kl"](k=1),
+        LOSS_TYPES["head_tail_reverse_kl"](k=3, tail="event"),
+        LOSS_TYPES["head_tail_reverse_kl"](k=1, tail="event"),
         LOSS_TYPES["head_tail_reverse_kl"](k="full"),
         LOSS_TYPES["topk_reverse_kl"](k="full", normalization="full"),
     ],
@@ -72,6 +74,8 @@ OPEN = dict(delta_low=2.0, delta_high=2.0, kl_tau=0.0)
         "vOPD baseline",
         "head+tail K=3",
         "head+tail K=1",
+        "head+event K=3",
+        "head+event K=1",
         "head+tail K=V",
         "full",
     ],
@@ -118,21 +122,47 @@ def test_the_head_misses_tokens_that_the_tail_bucket_merges():
         assert (grad - exact).abs().max() > 1e-3, normalization
 
 
+def gradients(config, z, log_q, log_mu, ids):
+    """Return the gradient of each token that could be sampled, [V, V]."""
+    leaf = z.clone().requires_grad_()
+    inputs = every_token(leaf, log_q, log_mu, ids)
+    inputs.loss_weights = None
+    rows = []
+    for y in range(VOCAB):
+        inputs.loss_mask = torch.arange(VOCAB) == y
+        loss = setup_loss_fn(config)(inputs).loss
+        rows += torch.autograd.grad(loss, leaf, retain_graph=True)
+    return torch.stack(rows)
+
+
+def variance_of(config, z, log_q, log_mu, ids):
+    each, mu = gradients(config, z, log_q, log_mu, ids), log_mu.exp()
+    return float(mu @ (each - mu @ each).square().sum(1))
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_tail_event_has_less_noise_and_the_mean_of_its_draws(k):
+    z, log_q, log_mu = problem(4, 0.3)
+    ids = log_q.topk(k).indices
+    event, token = (
+        LOSS_TYPES["head_tail_reverse_kl"](k=k, tail=tail) for tail in ("event", "token")
+    )
+    variance = variance_of(event, z, log_q, log_mu, ids)
+    assert 0 < variance < 0.9 * variance_of(token, z, log_q, log_mu, ids)
+    draws = torch.multinomial(
+        log_mu.exp(), 40_000, replacement=True, generator=torch.Generator().manual_seed(0)
+    )
+    mean = gradients(event, z, log_q, log_mu, ids)[draws].mean(0)
+    error = (mean - reverse_kl_gradient(z, log_q)[0]).square().sum()
+    assert error < 4 * variance / len(draws)
+
+
 def test_the_vopd_baseline_lowers_the_variance_of_the_gradient():
     z, log_q, log_mu = problem(3, 0.0)
     ids = log_q.topk(6).indices
 
     def variance(config):
-        leaf = z.clone().requires_grad_()
-        inputs = every_token(leaf, log_q, log_mu, ids)
-        total = 0.0
-        _, mean = expected(config, z, log_q, log_mu, ids)
-        for y in range(VOCAB):
-            inputs.loss_mask = torch.arange(VOCAB) == y
-            inputs.loss_weights = None
-            (g,) = torch.autograd.grad(setup_loss_fn(config)(inputs).loss, leaf, retain_graph=True)
-            total += log_mu[y].exp() * (g - mean).square().sum()
-        return total.item()
+        return variance_of(config, z, log_q, log_mu, ids)
 
     plain = LOSS_TYPES["sampled_reverse_kl"](mode="signed", **OPEN)
     with_baseline = LOSS_TYPES["sampled_reverse_kl"](mode="signed", baseline="topk_kl", k=6, **OPEN)

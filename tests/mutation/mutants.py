@@ -339,10 +339,14 @@ MUTANTS: dict[str, Mutant] = {
     # head and tail
     "head keeps the mass's gradient": mutant(
         HEAD_TAIL, "head_tail_reverse_kl_loss_fn",
-        ("reverse_kl(_P, _Q, 'stop_gradient')", "reverse_kl(_P, _Q, 'raw', allow_biased=True)"),
+        ("reverse_kl(_P, _Q, normalization)", "reverse_kl(_P, _Q, 'raw', allow_biased=True)"),
     ),
     "tail counts the support again": mutant(
         HEAD_TAIL, "head_tail_reverse_kl_loss_fn", ("mask & ~_Inside", "mask & _Inside")
+    ),
+    "event's ratio not taken out": mutant(
+        HEAD_TAIL, "head_tail_reverse_kl_loss_fn",
+        ("teacher + p_outside - q_outside", "teacher + p_outside"),
     ),
     # TAID
     "schedule takes the smaller branch": mutant(

@@ -15,6 +15,9 @@ p(y_t|s_t)):
     sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',
                      r = log p(y) - log q(y)
     tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
+    head-tail K      g = (1/T) sum_t sum_S grad p log p/q + score_t 1[y not in S] r_t
+    the same, event  g = tail K's + (1/T) sum_t score_t 1[y not in S] (r_t - log of the masses'
+                     ratio outside S)
 
 gamma = 1 has the gradient of the sequences' KL (divided by T), gamma = 0 that of the per-token KL
 on the student's own states. Printed, as means over three random pairs of tables: the standard
@@ -61,15 +64,23 @@ def sampled_parts(tables: Tables) -> tuple[Tensor, Tensor]:
     return tables.student - tables.teacher, torch.zeros_like(scores(tables))
 
 
-def tail_parts(tables: Tables, k: int) -> tuple[Tensor, Tensor]:
-    """No coupled reward, and the gradient of the tail KL at (s, y)."""
-    p, q = tables.student.exp(), tables.teacher.exp()
-    on_support = torch.zeros_like(p, dtype=torch.bool).scatter(1, q.topk(k, dim=-1).indices, True)
+def support_parts(
+    tables: Tables, k: int, event: bool = True, sampled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Reward of a sampled token outside the teacher's top K, and the gradient on it, at (s, y)."""
+    p, ratio = tables.student.exp(), tables.student - tables.teacher
+    top = tables.teacher.topk(k, dim=-1).indices
+    on_support = torch.zeros_like(p, dtype=torch.bool).scatter(1, top, True)
     # The tokens outside S are one outcome: each of them carries the ratio of the masses.
-    p_rest, q_rest = (torch.where(on_support, 0.0, x).sum(-1, keepdim=True) for x in (p, q))
-    signal = torch.where(on_support, tables.student - tables.teacher, (p_rest / q_rest).log())
+    p_rest, q_rest = (
+        torch.where(on_support, 0.0, x.exp()).sum(-1, keepdim=True)
+        for x in (tables.student, tables.teacher)
+    )
+    outside = (p_rest / q_rest).log() if event else torch.zeros_like(p_rest)
+    signal = torch.where(on_support, ratio, outside)
     grad = p * (signal - (p * signal).sum(-1, keepdim=True))
-    return torch.zeros_like(p), grad[:, None, :].expand(-1, p.shape[1], -1)
+    reward = torch.where(on_support, 0.0, ratio - outside) if sampled else torch.zeros_like(p)
+    return reward, grad[:, None, :].expand(-1, p.shape[1], -1)
 
 
 def moments(
@@ -132,7 +143,9 @@ def table(
 ) -> str:
     k = vocab // 4
     estimators: dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]] = {
-        f"tail, K = {k}": (lambda tables: tail_parts(tables, k), 0.0),
+        f"tail, K = {k}": (lambda tables: support_parts(tables, k), 0.0),
+        f"head-tail, K = {k}": (lambda tables: support_parts(tables, k, False, True), 0.0),
+        "the same, event": (lambda tables: support_parts(tables, k, True, True), 0.0),
         "sampled, gamma 0": (sampled_parts, 0.0),
         "sampled, gamma 1": (sampled_parts, 1.0),
     }

@@ -10,8 +10,8 @@ from tests.studies.gradient_variance import (
     moments,
     random_tables,
     sampled_parts,
+    support_parts,
     table,
-    tail_parts,
 )
 
 VOCAB, LENGTH = 3, 4
@@ -56,13 +56,29 @@ def tail_of_two(student, teacher, states, tokens):
     return sum((student[s].exp() * (student[s] - teacher[s])).sum() for s in states)
 
 
+def event_of_one(student, teacher, states, tokens):
+    """Return the surrogate of the teacher's most probable token and, sampled, which other one."""
+    total = 0.0
+    for s, y in zip(states, tokens, strict=True):
+        top = int(teacher[s].argmax())
+        others = [one for one in range(VOCAB) if one != top]
+        pairs = [(row[s, top], row[s, others].logsumexp(0)) for row in (student, teacher)]
+        total += sum(p.exp() * (p - q) for p, q in zip(*pairs, strict=True))
+        if y != top:
+            (_, p_outside), (_, q_outside) = pairs
+            ratio = student[s, y] - p_outside - (teacher[s, y] - q_outside)
+            total += student[s, y] * ratio.detach()
+    return total
+
+
 @pytest.mark.parametrize(
     ("surrogate", "parts", "gamma"),
     [
         *((coupled(gamma), sampled_parts, gamma) for gamma in (0.0, 0.5, 1.0)),
-        (tail_of_two, lambda tables: tail_parts(tables, 2), 0.0),
+        (tail_of_two, lambda tables: support_parts(tables, 2), 0.0),
+        (event_of_one, lambda tables: support_parts(tables, 1, sampled=True), 0.0),
     ],
-    ids=["gamma 0", "gamma 0.5", "gamma 1", "tail"],
+    ids=["gamma 0", "gamma 0.5", "gamma 1", "tail", "event"],
 )
 def test_moments_are_those_of_all_rollouts(surrogate, parts, gamma: float) -> None:
     tables = random_tables(VOCAB, seed=7)
@@ -75,6 +91,6 @@ def test_moments_are_those_of_all_rollouts(surrogate, parts, gamma: float) -> No
 def test_table_has_a_row_for_each_estimator() -> None:
     """At one token, the future is none."""
     _, titles, *rows = table(vocab=4, lengths=(1, 3), seeds=(0,)).splitlines()
-    assert titles.split("T = ")[1:] == ["1" + " " * 4, "3"] and len(rows) == 3
-    (once, later), (coupled_once, coupled_later) = (row.split()[-2:] for row in rows[1:])
+    assert titles.split("T = ")[1:] == ["1" + " " * 4, "3"] and len(rows) == 5
+    (once, later), (coupled_once, coupled_later) = (row.split()[-2:] for row in rows[3:])
     assert once == coupled_once and float(later) < float(coupled_later)
