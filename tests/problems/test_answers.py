@@ -7,10 +7,7 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from prime_composer.problems import math_verifier
 from prime_composer.problems.answers import check_reference, is_correct
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.files import read_file
-from prime_composer.problems.loading import load_problems
 from prime_composer.problems.math_verifier import MathVerifier, TimeBudget
 
 BY_NUMBER = DataConfig()
@@ -39,90 +35,54 @@ CASES = {
     ("1", "1/2"): False,
     ("5", "5-3"): False,
     ("5", "5*3=15"): False,
-    ("15", "5*3=15"): False,
     ("5", "5 or 6"): False,
-    ("6", "5 or 6"): False,
     ("5", "5, 6"): False,
-    ("5", "5 and 6"): False,
     ("5", "5 to 6"): False,
     ("18", "18 17 16 15"): False,
     ("1.5", "1.5.2"): False,
     ("10", "10:30"): False,
     ("2", "2 1/2"): False,
-    ("2.5", "2 1/2"): False,
-    ("2", "2½"): False,
     ("3", "3x"): False,
-    ("3", r"3 \times 10^2"): False,
-    ("300", r"3 \times 10^2"): False,
     ("3", "3 x 10^2"): False,
-    ("5", r"5\frac{1}{2}"): False,
     ("1", "1e3"): False,
     ("10", "10²"): False,
     ("1", "1 000"): False,
-    ("3", "3^2"): False,
     # Commas that separate no thousands.
     ("12", "1,2"): False,
     ("12", "1,,2"): False,
-    ("123", "12,3"): False,
     ("1234", "12,34"): False,
     ("314", "3,14"): False,
-    ("3.14", "3,14"): False,
-    ("1", "1,2"): False,
-    ("1234", "1,234"): True,
     ("1234567", "1,234,567"): True,
     ("1234567", "12,34,567"): True,
     ("1234.5", "1,234.50"): True,
     # Numbers are compared exactly, whatever their length.
     (BIG + "1", BIG + "2"): False,
-    ("-" + BIG + "1", "-" + BIG + "2"): False,
     ("-" + BIG + "1", "-" + BIG + "1"): True,
     ("0.1", "0.10000000000000000000000001"): False,
     ("18", "18.00"): True,
     # What does not change the number may stand around it.
     ("5", "£5"): True,
-    ("5", "€5"): True,
     ("5", r"\$5"): True,
-    ("5", "$5"): True,
     ("5", "+5"): True,
     ("-5", "−5"): True,
     ("-5", "-$5"): True,
-    ("-5", "- 5"): True,
     ("5", "--5"): False,
     ("5", "５"): True,
-    ("5", "5."): True,
     ("18", "$18.00"): True,
-    ("-3", "$-3"): True,
     ("0.5", ".5"): True,
     ("1,080", "1080"): True,
-    ("18", "180"): False,
     ("18", "-18"): False,
-    ("18", "eighteen"): False,
     ("18", ""): False,
-    ("0.30000000000000004", "0.3"): False,
-    ("5", "5, as computed"): True,
     ("5", "5 apples"): True,
-    ("5", "5 (five)"): True,
     ("5", "5km"): True,
     ("5", "5 - the total"): True,
-    ("5", "5 dollars/day"): True,
-    ("5", "5 $/day"): True,
     ("5", "5\nQuestion: 7 apples"): True,
     # A unit of one letter is a unit, and a letter of an unknown is a part of a formula.
     ("5", "5m"): True,
-    ("5", "5g"): True,
-    ("12", "12h"): True,
-    ("20", "20s"): True,
-    ("3", "3L"): True,
-    ("5", "5m."): True,
     ("5", "5m/s"): True,
     ("25", "25m^2"): True,
-    ("25", "25m²"): True,
     ("5", "5m = 500cm"): True,
-    ("5", "5m - as computed"): True,
     ("3", "3y"): False,
-    ("3", "3n"): False,
-    ("3", "3X"): False,
-    ("3", "3x^2"): False,
     ("3", "3a+2"): False,
     ("5", "5m - 3"): False,
     ("5", "5h30m"): False,
@@ -130,22 +90,16 @@ CASES = {
     ("18", "18 = 9*2"): True,
     ("18", "18=9*2"): True,
     ("2", "18 = 9*2"): False,
-    ("18", "9*2 = 18"): False,
     ("9", "9*2 = 18"): False,
     # The rule of the field, where a person might decide otherwise.
     ("5", "5k"): True,
-    ("5000", "5k"): False,
     ("50", "50%"): True,
-    ("0.5", "50%"): False,
     ("5", "**5**"): False,
-    ("5", "*5*"): False,
     ("5", r"\boxed{5}"): False,
     ("5", "\n5"): False,
     ("5", "x = 5"): False,
-    ("5", "five"): False,
     ("-5", "(5)"): False,
     ("5", "5\n#### 6"): True,
-    ("6", "5\n#### 6"): False,
     ("6", "?\n#### 6"): True,
     ("6", "1/2\n#### 6"): False,
 }
@@ -189,84 +143,40 @@ def test_reference_that_is_a_number_is_accepted(reference: str) -> None:
     check_reference(f"It is so.\n#### {reference}", "gsm8k")
 
 
-@pytest.mark.parametrize(
-    "reference",
-    ["1/2", "50%", "3 x 10^2", r"\frac{1}{2}", "x^2", r"\pi", "(1,2)", "Tuesday", r"$\sqrt{2}$"],
-)
+@pytest.mark.parametrize("reference", ["50%", r"$\sqrt{2}$"])
 def test_reference_of_math_verify_may_be_a_formula(reference: str) -> None:
     """That library reads formulas, so no reference is refused, nor one without the mark."""
     check_reference(f"It is so.\n#### {reference}", "math_verify")
     check_reference(reference, "math_verify")
 
 
-def test_reference_of_math_verify_is_not_empty() -> None:
-    """The message does not name the rule that is set as a remedy."""
-    with pytest.raises(ValueError, match=r'^nothing follows the last "####" in "answer"$'):
-        check_reference("It is so.\n####  ", "math_verify")
-
-
-@pytest.mark.skipif(
-    "PRIME_COMPOSER_GSM8K" not in os.environ,
-    reason="PRIME_COMPOSER_GSM8K does not name GSM8K's folder",
-)
-def test_gsm8k_grades_its_own_solutions_as_ever() -> None:
-    """Every solution of GSM8K is right, and with its reference changed by 1 it is wrong."""
-    config = DataConfig(source="jsonl", path=Path(os.environ["PRIME_COMPOSER_GSM8K"]))
-    problems = [problem for part in load_problems(config) for problem in part]
-    assert len(problems) == 7473 + 1319
-    for problem in problems:
-        other = Problem("q", f"#### {int(problem.final.replace(',', '')) + 1}")
-        assert is_correct(problem.answer, problem, config)
-        assert not is_correct(problem.answer, other, config)
-        assert "<<" not in problem.answer
-
-
 LIBRARY_CASES = {
-    ("5", "#### 5\n#### 6"): False,
     ("6", "#### 5\n#### 6"): True,
     ("5", "### 5"): True,
-    ("5", r"\boxed{5}"): True,
     ("5", "The answer is 5."): True,
-    ("0.5", r"$\frac{1}{2}$"): True,
     ("1,080", "The answer is 1,080."): True,
     ("18", r"$\boxed{19}$"): False,
-    ("5", "five"): False,
     ("5", "I cannot tell."): False,
     ("5", "\ud800 5"): True,
     # References that are bare formulas are read whole.
     (r"\frac{1}{2}", r"\boxed{0.5}"): True,
-    (r"\frac{1}{2}", r"\boxed{2}"): False,
-    ("x^2", "$x^2$"): True,
     ("x^2", "$x^3$"): False,
-    (r"\pi", r"\boxed{\pi}"): True,
-    ("(1,2)", "$(1,2)$"): True,
     ("(1,2)", "$(2,1)$"): False,
     (r"2\sqrt{3}", r"$2\sqrt{3}$"): True,
-    (r"2\sqrt{3}", "2"): False,
     ("10^{-3}", "0.001"): True,
-    ("10^{-3}", "10"): False,
     ("3 x 10^2", "100"): False,
     (r"\$5", "5"): True,
-    ("5m", "5"): True,
     ("x = 5", "5"): True,
     # With words, or as plain digits, they are text.
     ("5 apples", "5"): True,
-    ("5 (five)", "5"): True,
     ("1/3 cup", "1/3"): True,
     ("1 000", "1000"): True,
-    ("$5", "5"): True,
     (r"$\frac{1}{2}$ cup", "0.5"): True,
     # What it pays, and a person would not.
-    ("1.5", "#### 1.5.2"): True,
     ("10", "#### 10:30"): True,
-    ("3", "#### 3x"): True,
-    ("0.1", "#### 0.10000000000000000000000001"): True,
     # What it does not read, and a person would.
     ("5", "####5"): False,
-    ("-5", "#### - 5"): False,
     ("5", "#### +5"): False,
-    ("5", r"#### \$5"): False,
-    ("5", "#### ５"): False,
 }
 """As Math-Verify 0.9 reads them: the last number wins, and a formula counts as its value."""
 
@@ -274,7 +184,6 @@ LIBRARY_CASES = {
 WITHOUT_MARK = {
     ("50", "#### 50"): True,
     ("50", "51"): False,
-    (r"\frac{1}{2}", r"\boxed{0.5}"): True,
     (r"Half of $x = 8$ is $y = \boxed{4}$.", "It is 4."): True,
     (r"Half of $x = 8$ is $y = \boxed{4}$.", "It is 8."): False,
     ("He has 2 + 3 = 5 apples.", "#### 5"): True,
@@ -397,34 +306,6 @@ def test_worker_that_was_killed_is_started_again() -> None:
     verdicts = [verifier.verify("5", "5", budget) for _ in range(2)]
     assert verdicts[1] and budget.timeouts == (0 if verdicts[0] else 1)
     verifier.close()
-
-
-DIES = """
-import os, signal, sys, threading
-from prime_composer.problems.math_verifier import VERIFIER, TimeBudget
-VERIFIER.verify("5", "5", TimeBudget())
-print(VERIFIER._process.pid, flush=True)
-threading.Thread(target=VERIFIER.verify, args=("5", sys.argv[1], TimeBudget()), daemon=True).start()
-threading.Event().wait(0.3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_worker_ends_with_its_parent() -> None:
-    """Also where the parent is killed while an endless answer is checked."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIES, ENDLESS[0]], capture_output=True, text=True, check=False
-    )
-    group = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    pytest.fail("the worker outlived its parent")
 
 
 def test_math_verify_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from prime_composer.problems import metrics
 from prime_composer.problems.config import GRADED, DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.metrics import (
-    TITLES,
     require_library,
     reward,
     sentence_score,
@@ -35,7 +34,6 @@ CLOSE = {"rel": 1e-9, "abs": 1e-12}
         # rouge-score's own tests (rouge_scorer_test.py): "testing one two" against these.
         ("rouge2", "testing one", "testing one two", 2 / 3),
         ("rougeL", "testing two", "testing one two", 4 / 5),
-        ("rougeL", "testing", "testing one two", 1 / 2),
         # Of 4 and of 5 pairs of words, 3 agree: 2 * 3 / (4 + 5).
         ("rouge2", "the cat sat on mat", "the cat sat on the mat", 6 / 9),
         # Case and punctuation do not count. Without the stemmer "cats" is not "cat".
@@ -45,7 +43,6 @@ CLOSE = {"rel": 1e-9, "abs": 1e-12}
         ("bleu", "", "a b c", 0.0),
         # sacrebleu's own tests (test_chrf.py) for single pairs.
         ("chrf", "eine Mauer zu errichten", "eine Mauer zu errichten", 1.0),
-        ("chrf", "abcdefg", "hijklmnop", 0.0),
         # By hand: letters 3 of 4, 3 of 3; pairs 2 of 3, 2 of 2; triples 1 of 2, 1 of 1; the
         # reference has no group of four, so orders are 1 to 3. F2 of P = 23/36 and R = 1.
         ("chrf", "abcd", "abc", 5 * (23 / 36) / (4 * 23 / 36 + 1)),
@@ -100,16 +97,6 @@ def test_total_bleu_is_over_the_corpus() -> None:
     assert abs(value - sum(rewards) / 2) > 0.05
 
 
-def test_sentence_bleu_of_the_same_is_one() -> None:
-    """The library's 100.00000000000004 is 1 here."""
-    assert sentence_score("bleu", "a b c d e f g", "a b c d e f g") == 1.0
-
-
-def test_total_rouge_is_the_mean() -> None:
-    """ROUGE over many answers is the mean of the F-measures, as rouge-score aggregates."""
-    assert total_score("rouge2", ["x", "y"], ["a b", "c d"], [0.25, 0.75]) == 0.5
-
-
 def test_reward_exact_is_one_or_zero() -> None:
     """White space around the text is not the answer; ``####`` means nothing to it."""
     config, problem = DataConfig(metric="exact"), Problem("q", "#### a heading")
@@ -139,10 +126,6 @@ def test_signature_is_that_of_the_library() -> None:
     assert signature("gsm8k") is signature("exact") is None
     sources = [DataConfig(), DataConfig(metric="rougeL"), DataConfig(metric="exact")]
     assert signatures_of(sources) == {"rougeL": signature("rougeL")}
-
-
-def test_titles_cover_every_graded_metric() -> None:
-    assert set(TITLES) == {"accuracy", *GRADED}
 
 
 @pytest.mark.parametrize("metric", [*GRADED, "math_verify"])
@@ -218,14 +201,6 @@ def test_rows_of_the_papers_tasks_are_read_by_their_columns(
     parts = load_problems(DataConfig(source="hub", hub_id="a/b", hub_name="c", limit=4, **settings))
     found = [[(problem.question, problem.answer) for problem in part] for part in parts]
     assert found == [expected[:4], expected[20:24]]
-
-
-def test_column_whose_name_has_a_dot_is_read(tmp_path: Path) -> None:
-    """A key of the row itself comes before a path into an object."""
-    rows = [{"a.b": f"question {i}", "a": {"b": "inner"}, "answer": "#### 1"} for i in range(20)]
-    path = written(tmp_path / "rows.jsonl", rows)
-    train, _ = load_problems(DataConfig(source="jsonl", path=path, prompt_key="a.b"))
-    assert all(problem.question.startswith("question") for problem in train)
 
 
 def test_clean_leaves_out_and_counts(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a tokenizer makes of the data: ends, special tokens in texts, and what a template drops."""
 
 import re
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -258,20 +257,6 @@ def test_template_that_drops_a_message_is_refused(
 def test_end_of_a_turn_is_read_from_the_template(template: str | None, end: set[int]) -> None:
     """The id behind an answer; nothing where a template ends it with plain text."""
     assert ends_of_chat(make_tokenizer(template)) == end
-
-
-def test_rendering_long_texts_takes_time_by_their_length() -> None:
-    """Looking for lost words in a document of 20,000 words takes no more than a second."""
-    tokenizer = make_tokenizer()
-    problem = Problem(" ".join(f"word{place}" for place in range(20_000)), "4")
-    start = time.process_time()
-    render_prompt(problem, CHAT, tokenizer)
-    assert time.process_time() - start < 1
-
-
-def test_ends_of_chat_of_a_template_without_answers_is_none() -> None:
-    """Where an answer is left out, the first token of the prompt is not its end."""
-    assert ends_of_chat(make_tokenizer("<|im_start|>{{ messages[0].role }}<|im_end|>")) == set()
 
 
 @pytest.mark.parametrize("end", ["</think>", "[/THINK]", "</seed:think>", "<|END_THINKING|>"])

@@ -169,15 +169,3 @@ def test_key_misspelled_under_a_name_that_is_a_key(name: str) -> None:
     }
     for message, raw in cases.items():
         assert refusal(raw) == f"r.toml: unknown key {message}"
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "size", "kl_size", "expected"),
-    [(6, 200, 64, 32), (128, 200, 64, 128), (6, 4, 9, 9)],
-)
-def test_side_by_side_is_a_step_and_a_part_of_an_evaluation(
-    batch_size: int, size: int, kl_size: int, expected: int, tiny_recipe: Any
-) -> None:
-    """The key-value cache of a large evaluation would be most of a small model's memory."""
-    raw = tiny_recipe(trainer__batch_size=batch_size, eval__size=size, eval__kl_size=kl_size)
-    assert parse_recipe(raw).side_by_side == expected

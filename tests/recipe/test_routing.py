@@ -24,13 +24,6 @@ def routing(**changes: Any) -> Routing:
     return Routing.of_recipe(parse_recipe(raw))
 
 
-def test_teacher_id_has_table_and_display_and_sorts() -> None:
-    assert (TeacherId().table, TeacherId().display) == ("teacher", "teacher")
-    assert (SHORT.table, SHORT.display) == ("teachers.short", "teacher short")
-    assert sorted([SHORT, TeacherId(), LONG]) == [TeacherId(), LONG, SHORT]
-    assert {SHORT: 1}[TeacherId("short")] == 1
-
-
 def test_routing_of_a_policy_teacher_is_empty() -> None:
     """A policy teacher is no model of its own, and without a teacher there is none."""
     policy = routing(teacher={"policy": {}})

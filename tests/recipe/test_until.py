@@ -65,7 +65,6 @@ NAN = math.nan
 @pytest.mark.parametrize(
     ("metric", "plateau", "values", "best"),
     [
-        ("eval/accuracy", 2, [], None),
         ("eval/accuracy", 2, [0.1, 0.2, 0.3, 0.4], None),
         ("eval/accuracy", 2, [0.1, 0.2, 0.2], None),
         ("eval/accuracy", 2, [0.1, 0.2, 0.2, 0.2], 1),
@@ -74,12 +73,9 @@ NAN = math.nan
         ("eval/accuracy", 1, [0.1, 0.3, 0.2, 0.4], None),
         ("eval/accuracy", 2, [0.3, NAN, 0.2, NAN, None], None),
         ("eval/accuracy", 2, [NAN, 0.3, NAN, 0.2, None, 0.1], 1),
-        ("eval/accuracy", 1, [NAN, None, NAN], None),
         ("eval/reverse_kl", 2, [0.9, 0.5, 0.4, 0.3], None),
         ("eval/reverse_kl", 2, [0.9, 0.5, 0.6, 0.5], 1),
         ("eval/reverse_kl/sums", 1, [0.5, 0.6], 0),
-        ("eval/forward_kl", 1, [0.5, 0.4], None),
-        ("eval/truncated", 1, [0.5, 0.6], 0),
         ("eval/accuracy/reverse_kl", 1, [0.5, 0.6], None),
     ],
 )
