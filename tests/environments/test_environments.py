@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -227,10 +226,9 @@ def called(arguments: str, answer: Any) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [r'{"key": "\ud800"}', r'{"\ud83d": 1}', '{"key": ', "[1]", "[" * 100_000,
-     '{"key": ' + 300 * "[" + 300 * "]" + "}", '{"key": ' + 5000 * "9" + "}"],
-    ids=["half", "half_name", "cut", "list", "endless", "deep", "digits"],
-)  # fmt: skip
+    [r'{"key": "\ud800"}', "[1]", "[" * 100_000, '{"key": ' + 300 * "[" + 300 * "]" + "}"],
+    ids=["half", "list", "endless", "deep"],
+)
 def test_tools_arguments_that_cannot_be_sent_are_an_error(arguments: str) -> None:
     answer = called(arguments, AssertionError("called"))
     assert answer.startswith("error: the arguments are not ")
@@ -298,11 +296,6 @@ def test_run_code_that_blocks_ends_the_run(play: Any, monkeypatch: pytest.Monkey
         play(lambda text: "x", args={"script": [{"block": 4}], "tasks": 1}, timeout=0.2)
 
 
-def test_open_environment_unknown_id_is_not_installed() -> None:
-    with pytest.raises(RecipeError, match=r"is not installed\. Install it: pip"):
-        open_environment("x", EnvironmentConfig(id="tiny-tolk"))
-
-
 def test_run_full_context_is_a_failure(play: Any) -> None:
     failures = play(lambda text: "x" * 20, args={"script": [{"forever": "on"}]}, room=120)
     assert all("leaves no room" in failure.reason for failure in failures)
@@ -332,15 +325,12 @@ def test_open_environment_unusable_is_named(config: dict[str, Any], message: str
         open_environment("x", EnvironmentConfig(**config))
 
 
-@pytest.mark.parametrize("harness", ["rlm", "codex"])
-def test_open_environment_harness_with_uv_is_refused(
-    harness: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_environment_harness_with_uv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import tiny_talk
 
     monkeypatch.setattr(tiny_talk, "__all__", ["TalkTaskset"])
-    monkeypatch.setattr("verifiers.v1.utils.loaders.default_harness_id", lambda taskset_id: harness)
-    with pytest.raises(RecipeError, match=f"harness '{harness}', which needs uv and a network"):
+    monkeypatch.setattr("verifiers.v1.utils.loaders.default_harness_id", lambda taskset_id: "rlm")
+    with pytest.raises(RecipeError, match="harness 'rlm', which needs uv and a network"):
         open_environment("x", EnvironmentConfig(id="tiny-talk"))
 
 
@@ -348,9 +338,3 @@ def test_environments_tools_without_a_parser_are_refused(tokenizer_dir: Path) ->
     environment = open_environment("x", EnvironmentConfig(id="tiny-lookup"))
     with pytest.raises(RecipeError, match=r"has tools, and the renderer.*\[rollout\] renderer"):
         Environments({"x": environment}, str(tokenizer_dir), {}, print)
-
-
-def test_sys_modules_has_the_harness_by_its_id() -> None:
-    """verifiers finds the engine's chat loop by a name that no package has."""
-    open_environment("x", EnvironmentConfig(id="tiny-lookup"))
-    assert sys.modules["prime_composer_chat"].ChatHarness.NEEDS_CONTAINER is False

@@ -60,13 +60,6 @@ def test_interleave_of_two_fitting_histories_takes_longer() -> None:
     assert trained(second) == [None, 2, 3, None, 5]
 
 
-def test_interleave_leaves_the_turns_as_they_are() -> None:
-    turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5])]
-    interleave(turns, prompt_index=0)
-    assert trained(turns[0]) == [None, None, 3]
-    assert trained(turns[1]) == [None, None, None, None, 5]
-
-
 def test_finish_reason_one_cut_turn_is_length() -> None:
     turns = [turn([1], [2], "length"), turn([1, 2, 3], [4])]
     assert finish_reason(turns) == "length"

@@ -94,13 +94,6 @@ def test_ask_what_the_sampler_cannot_do_is_refused(
         run(Rounds(1, LIMITS).ask(0, request_body))
 
 
-def test_sampling_params_of_a_request_are_read() -> None:
-    """Temperature, top-p, budget and stop ids; what changes no distribution is ignored."""
-    asked = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5, "stop_token_ids": [2, 3]}
-    expected = SamplingParams(1, 0.7, 0.9, 5, (2, 3))
-    assert params_of_request({**asked, "logprobs": 1, "top_k": None}) == expected
-
-
 def test_sampling_params_neutral_values_are_no_parameters() -> None:
     """What verifiers sends against a server's defaults is read; a penalty is refused."""
     neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}

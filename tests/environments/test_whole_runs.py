@@ -1,7 +1,6 @@
 """Whole runs with environments of verifiers, and how their rollouts are graded."""
 
 import copy
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +10,22 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import import_transformers, load_model
-from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
+from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.environments.tasks import Task
-from prime_composer.local import collect as collecting
 from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.opening import conversation_room, open_engine
+from prime_composer.local.opening import open_engine
 from prime_composer.local.outcome import RunStopped
 from prime_composer.local.sources import ProblemsAndTasks, load_sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.train import train
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import EvalConfig, RecipeError, RolloutConfig
-from prime_composer.teachers.mixture import Teachers
+from prime_composer.recipe.schema import RecipeError
 from tests.command import numbers
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, changed
 from tests.environments.kit import (
     SUMMARY,
     WARNINGS,
@@ -36,7 +33,6 @@ from tests.environments.kit import (
     save_student,
 )
 from tests.faults.server import SpoilingServer
-from tests.fork_server import ForkServer
 from tests.local.helpers import Silent, weights
 from tests.local.helpers import rollout as a_rollout
 from tests.local.test_ahead import BESIDE, one_after_the_other
@@ -58,13 +54,14 @@ def test_play_failed_rollout_is_no_part_of_its_group() -> None:
     tasks = [Task("?", "", "talk", index=index) for index in range(2)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
     engine = engine_of(outcomes)
-    samples, metrics = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+    collector = Collector(engine, parse_recipe(changed(TINY_RECIPE, rollout__group_size=3)))
+    samples = collector.sample(tasks, step=1)
     assert [one.reward for one in samples] == [3.0, 5.0]
     assert [one.advantage for one in samples] == [-1.0, 1.0]
-    assert metrics["rollout/failed"] == pytest.approx(4 / 6)
+    assert collector.metrics["rollout/failed"] == pytest.approx(4 / 6)
     outcomes[:] = [Failure("broken")] * 6
     with pytest.raises(EnvironmentFailed, match=r"step 1: every rollout failed.*broken"):
-        collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+        collector.sample(tasks, step=1)
 
 
 def test_train_tool_that_writes_a_special_text_is_counted(
@@ -82,7 +79,7 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
     engine.problems = TokenizedProblems(ProblemsAndTasks([], tasks, {}), None)
-    evaluator = Evaluator(engine, Mock(eval=EvalConfig(), rollout=RolloutConfig(max_tokens=8)))
+    evaluator = Evaluator(engine, parse_recipe(TINY_RECIPE))
     measured = evaluator.student()
     counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
@@ -279,24 +276,6 @@ def assert_own_turns(steps: list[dict[str, float]], largest_mismatch: float) -> 
         assert abs(record["sampler/mismatch_kl"]) < largest_mismatch
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_train_environment_on_a_vllm_server(
-    raw: dict[str, Any], vllm_forks: ForkServer, tmp_path: Path
-) -> None:
-    """The same with a server of vLLM, whose numbers are float32's."""
-    with VllmProcess(
-        Path(raw["student"]["model"]),
-        tmp_path / "server.log",
-        *("--dtype", "float32", "--max-model-len", 512),
-        forks=vllm_forks,
-        VLLM_SERVER_DEV_MODE="1",
-    ) as server:
-        _, *steps = run(served(raw, server), tmp_path / "run")
-    assert_own_turns(steps, largest_mismatch=1e-5)
-    assert steps[-1]["loss"] != steps[0]["loss"]
-
-
 def test_train_environment_with_old_weights_is_stopped(raw: dict[str, Any], tmp_path: Path) -> None:
     """A server that ignores new weights ends the run: the turns are not those of the student."""
     with SpoilingServer(raw["student"]["model"]) as server:
@@ -308,32 +287,6 @@ def test_train_environment_with_old_weights_is_stopped(raw: dict[str, Any], tmp_
 
         with pytest.raises(RunStopped, match="sampler"):
             run(served(raw, server), tmp_path / "run", Stale())
-
-
-def test_conversation_room_is_the_smallest_window() -> None:
-    """A teacher's window holds one token less, and does not count where it cuts or drops."""
-
-    class Window:
-        def __init__(self, size: int | None):
-            self.limits = Limits(max_model_len=size)
-
-    def teachers(**windows: tuple[int | None, str]) -> Any:
-        ids = {name: TeacherId(name) for name in windows}
-        return Mock(
-            spec=Teachers,
-            scorers={ids[name]: Window(size) for name, (size, _) in windows.items()},
-            routing=SimpleNamespace(
-                teachers={
-                    ids[name]: SimpleNamespace(on_overflow=rule)
-                    for name, (_, rule) in windows.items()
-                }
-            ),
-        )
-
-    assert conversation_room(512, None) == 512
-    assert conversation_room(512, teachers(a=(512, "error"), b=(None, "error"))) == 511
-    assert conversation_room(512, teachers(a=(900, "error"), b=(100, "drop"))) == 512
-    assert conversation_room(512, teachers(a=(300, "error"), b=(400, "error"))) == 299
 
 
 def test_train_conversation_fills_the_context_of_all_models(
@@ -357,55 +310,6 @@ def test_train_conversation_fills_the_context_of_all_models(
     records = run(full, tmp_path / "run")
     assert max(longest) == 139
     assert records[-1]["rollout/truncated"] > 0
-
-
-def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:
-    mixed = copy.deepcopy(raw)
-    mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
-    both = load_sources(parse_recipe(mixed))
-    del mixed["environments"]["talk"]
-    alone = load_sources(parse_recipe(mixed))
-    assert both.worked == alone.worked == alone.practice
-    assert len(both.practice) == len(alone.practice) + 3
-
-
-@pytest.mark.parametrize("failing", ["open_sampler", "open_scorer"])
-def test_open_engine_that_fails_closes_what_is_open(
-    failing: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sampler or a teacher that cannot be opened leaves neither endpoint nor sampler behind."""
-    from prime_composer.environments import runner as environments
-    from prime_composer.local import opening
-
-    urls: list[str] = []
-    samplers: list[Any] = []
-    serve, open_sampler = environments.serve_turns, opening.open_sampler
-
-    async def keep_url(*args: Any) -> Any:
-        runner, url = await serve(*args)
-        urls.append(url)
-        return runner, url
-
-    def keep_sampler(*args: Any) -> Any:
-        samplers.append(open_sampler(*args))
-        return samplers[-1]
-
-    def fail(*args: Any) -> Any:
-        port = int(urls[0].rpartition(":")[2].removesuffix("/v1"))
-        socket.create_connection(("127.0.0.1", port)).close()
-        raise ValueError("it cannot be opened")
-
-    monkeypatch.setattr(environments, "serve_turns", keep_url)
-    monkeypatch.setattr(opening, "open_sampler", keep_sampler)
-    monkeypatch.setattr(opening, failing, fail)
-    recipe = parse_recipe(raw)
-    with pytest.raises(ValueError, match="it cannot be opened"):
-        opening.open_engine(recipe, load_sources(recipe), {}, lambda text: None)
-    with pytest.raises(ConnectionRefusedError):
-        fail()
-    for sampler in samplers:
-        with pytest.raises(ValueError, match="closed"):
-            sampler.generate([[1]], PARAMS, seed=0)
 
 
 def test_train_environment_that_always_fails_ends_the_run(
