@@ -14,7 +14,6 @@ from torch import nn
 from prime_composer.backends.hf_model import ModelUnavailable, load_student
 from prime_composer.backends.model_files import fingerprint
 from prime_composer.cli.commands import main
-from prime_composer.local.dry_run import dry_run
 from prime_composer.local.requirements import check_models, warnings_of_paths
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
@@ -93,7 +92,7 @@ def test_rounding_twice_changes_no_bit(dtype: torch.dtype, data: st.DataObject, 
         assert float(moved) <= level / 2 * 1.001 + 2 * unit
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", [2, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_twice_changes_none_of_many_weights(dtype: torch.dtype, bits: int) -> None:
     """Some 300,000 weights of usual size, of which plain arithmetic moves one in 400 in float32.
@@ -215,25 +214,6 @@ def test_missing_model_to_round_is_one_sentence(tmp_path: Path, problems: Proble
     )
     with pytest.raises(ModelUnavailable, match=f"Could not load /no/such/folder: it {words}"):
         prepare_models(recipe, problems)
-
-
-def test_plan_names_the_model_to_round(source: Path) -> None:
-    """A dry run says what is rounded and how, and afterwards where it is."""
-    recipe = parse_recipe(recipe_of(source))
-    problems = load_problem_set(recipe.sources)
-    lines = dry_run(recipe, problems)
-    assert lines[0] == (
-        f"student: to be prepared now: {source}, its weights rounded to 3 bits in groups of 8"
-    )
-    announced = []
-
-    def progress(display: str, steps: int) -> Any:
-        announced.append((display, steps))
-        return lambda done, steps, loss: None
-
-    paths = prepare_models(recipe, problems, progress=progress)
-    assert announced == [("student", 0)]
-    assert dry_run(recipe, problems)[0] == f"student: prepared, cached in {paths['student']}"
 
 
 def test_export_names_the_rounded_model(

@@ -100,11 +100,6 @@ def test_tokenizer_of_problems_alone_has_no_template() -> None:
     assert not set(MARKS) & plain.get_vocab().keys()
 
 
-def test_example_without_an_assistant_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="no message of the assistant"):
-        example_of('[{"role": "user", "content": "1?"}]', tokenizer)
-
-
 def test_example_of_a_turn_that_changes_is_refused(tokenizer: Any) -> None:
     """A template that rewrites an earlier turn would give the tokens a context of no rollout."""
     changed = train_tokenizer(problems_of(ORDERS[:20]), TINY.vocab_size)
