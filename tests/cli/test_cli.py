@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from prime_composer.cli.commands import main
 from prime_composer.cli.machine import choose_engine
 from prime_composer.local.run_dir import HeldRunDir, InUse, RunRequest, claim_run_dir
 from prime_composer.recipe.loading import parse_recipe
@@ -53,7 +53,6 @@ k = 8
     "change,words",
     [
         ("trainer.loss.kwargs.K=3", "did you mean 'k'"),
-        ("trainer.loss.kwargs.type=TopK_reverse_KL", "did you mean topk_reverse_kl"),
         ("trainer.loss.import_path=prime_composer.loss_fn", "prime_composer.upstream.loss_fn"),
     ],
 )
@@ -92,14 +91,6 @@ def test_a_wrong_recipe_is_one_message_with_status_2(cli: Cli, tmp_path: Path) -
     assert cli("check", tmp_path / "absent.toml").returncode == 2
 
 
-def test_dev_mode_keeps_the_traceback_of_a_refusal() -> None:
-    command = [sys.executable, "-X", "dev", "-W", "ignore", "-m", "prime_composer.cli"]
-    command += ["check", "absent.toml"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr and "absent.toml: no such recipe" in done.stderr
-
-
 def test_a_run_ends_with_a_table_a_plot_and_its_directory(
     tiny_file: Path, tmp_path: Path, cli: Cli
 ) -> None:
@@ -112,45 +103,8 @@ def test_a_run_ends_with_a_table_a_plot_and_its_directory(
     assert {"metrics.jsonl", "recipe.json", "checkpoints"} <= files_under(run_dir)
 
 
-def test_a_run_loads_recipe_data_and_models_once(
-    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One command loads the recipe, the data and the models once, and passes them on."""
-    from prime_composer.cli import runs
-    from prime_composer.local import sources
-    from prime_composer.recipe import loading as recipes
-
-    calls: list[str] = []
-
-    def count(module: Any, name: str) -> None:
-        function = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, **kw: calls.append(name) or function(*args, **kw)
-        )
-
-    count(recipes, "read_tables")
-    count(recipes, "parse_recipe")
-    count(sources, "load_problem_set")
-    count(runs, "prepare_models")
-    monkeypatch.chdir(tmp_path)
-    assert main(["rl", "--config", str(tiny_file), "--engine", "local"]) == 0
-    assert sorted(calls) == ["load_problem_set", "parse_recipe", "prepare_models", "read_tables"]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("rollout.backend='vllm'", ("this recipe needs vllm: pip install", "[local]'")),
-        ("student={model='models/studnt/x'}", ("[student] model = 'models/studnt/x' is neither",)),
-    ],
-)
 def test_rl_that_cannot_run_is_refused_before_preparing(
-    change: str,
-    words: tuple[str, ...],
-    cli: Cli,
-    tiny_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cli: Cli, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for small models to be trained, only to read that vLLM is missing."""
     from prime_composer.cli import runs
@@ -159,9 +113,10 @@ def test_rl_that_cannot_run_is_refused_before_preparing(
     prepared: list[Any] = []
     monkeypatch.setattr(runs, "prepare_models", lambda *args, **kw: prepared.append(args) or {})
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else name)
+    change = "rollout.backend='vllm'"
     done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", change)
     assert done.returncode == 2 and not prepared
-    assert [word for word in words if word not in done.stderr] == []
+    assert "this recipe needs vllm: pip install" in done.stderr and "[local]'" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
@@ -221,34 +176,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert files_under(tmp_path) == {"tiny.toml"}
 
 
-def test_dry_run_is_passed_to_the_prime_rl_launcher(
-    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher gets the folders of the small models, none of which is built."""
-    from prime_composer.upstream import launch
-    from prime_composer.upstream.versions import config_fields
-
-    calls: list[Any] = []
-    monkeypatch.setattr(config_fields, "has_prime_rl", lambda: True)
-    monkeypatch.setattr(launch, "launch", lambda *args, **kw: calls.append((args, kw)) or 0)
-    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
-    words = ["rl", "--config", str(tiny_file), "--engine", "prime-rl", "--dry-run"]
-    assert main([*words, "--set", "trainer.lr=1e-4"]) == 0
-    (((config, overrides, output_dir, resume, models), options),) = calls
-    assert (config, overrides, output_dir) == (str(tiny_file), ["trainer.lr=1e-4"], None)
-    assert (resume, options["dry_run"]) == (False, True)
-    assert len(options["problems"].practice) == 54  # 60 generated problems, a tenth held out
-    assert set(models) == {"student", "teacher"}
-    assert all(path.parent == tmp_path / "cache" / "models" for path in models.values())
-    assert files_under(tmp_path) == {"tiny.toml"}
-
-
 def test_report_draws_several_runs_and_refuses_others(
     cli: Cli, tiny_file: Path, tmp_path: Path
 ) -> None:
-    for seed in (0, 1):
-        words = ("--config", tiny_file, "--set", f"trainer.seed={seed}")
-        assert cli("rl", *words, "--output-dir", f"run{seed}").returncode == 0
+    assert cli("rl", "--config", tiny_file, "--output-dir", "run0").returncode == 0
+    shutil.copytree("run0", "run1")
     done = cli("report", "run0", "run1", "--output", "both.png")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "topk_reverse_kl" in line]
@@ -276,9 +208,8 @@ def test_export_writes_a_new_file_and_names_the_dialects(cli: Cli, tmp_path: Pat
     assert native["output_dir"] == "outputs" and native["run"]["name"] == Path(RECIPE).stem
 
 
-@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
-def test_prime_rl_engine_without_prime_rl_is_refused(options: tuple[str, ...], cli: Cli) -> None:
-    done = cli("rl", "--config", RECIPE, "--engine", "prime-rl", *options)
+def test_prime_rl_engine_without_prime_rl_is_refused(cli: Cli) -> None:
+    done = cli("rl", "--config", RECIPE, "--engine", "prime-rl")
     assert done.returncode == 2 and "there is no prime-rl in this environment" in done.stderr
 
 
@@ -334,11 +265,8 @@ def test_runs_that_start_at_once_get_separate_directories(
     with ThreadPoolExecutor(8) as pool:
         run_dirs = {claimed.path for claimed in list(pool.map(claim, [None] * 8)) if claimed}
         assert run_dirs == {Path("outputs/r"), *(Path(f"outputs/r-{n}") for n in range(2, 9))}
-        for attempt in range(20):
-            claims = [claimed for claimed in pool.map(claim, [f"named{attempt}"] * 8) if claimed]
-            assert [claimed.path for claimed in claims] == [Path(f"named{attempt}")]
-    claimed = json.loads((tmp_path / "named0" / "recipe.json").read_text())
-    assert claimed == recipe.model_dump(mode="json")
+        claims = [claimed for claimed in pool.map(claim, ["named"] * 8) if claimed]
+        assert [claimed.path for claimed in claims] == [Path("named")]
 
 
 ISLANDS = ("--set", "diloco={replicas = 2, every = 1}")
@@ -350,14 +278,12 @@ LIGHTHOUSE = ("--lighthouse", "http://127.0.0.1:1")
     [
         (ISLANDS, "--islands 2 starts all of them on this machine, and --island I --lighthouse"),
         ((*ISLANDS, "--island", "0"), "--island and --lighthouse go together"),
-        ((*ISLANDS, *LIGHTHOUSE), "--island and --lighthouse go together"),
         ((*ISLANDS, "--islands", "2", "--island", "0"), "--islands runs all of them here"),
         ((*ISLANDS, "--islands", "3"), "give --islands 2"),
         ((*ISLANDS, "--island", "2", *LIGHTHOUSE), "--island with one of 0 to 1"),
         ((*ISLANDS, "--island", "0", "--lighthouse", "10.0.0.1"), "http://HOST:PORT"),
         ((*ISLANDS, "--engine", "prime-rl", "--islands", "2"), "islands belong to --engine local"),
         (("--islands", "2"), "add a table [diloco] with replicas = 2"),
-        ((*ISLANDS, "--islands", "2"), "Linux on x86_64 and Python 3.11 to 3.13"),
         ((*ISLANDS, "--islands", "2"), "diloco]"),
     ],
 )
@@ -368,13 +294,6 @@ def test_options_of_islands_that_do_not_fit_are_refused(
     monkeypatch.setitem(sys.modules, "torchft", None)
     done = cli("rl", "--config", tiny_file, "--engine", "local", *words)
     assert done.returncode == 2 and message in done.stdout + done.stderr
-
-
-def test_dry_run_names_the_folder_of_an_island(tiny_file: Path, cli: Cli) -> None:
-    words = ("--islands", "2", "--output-dir", "here", "--dry-run")
-    done = cli("rl", "--config", tiny_file, "--engine", "local", *ISLANDS, *words)
-    assert done.returncode == 0
-    assert "2 islands" in done.stdout and "run directory: here/island_0" in done.stdout
 
 
 def test_islands_of_which_one_fails_are_all_stopped(

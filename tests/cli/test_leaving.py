@@ -22,7 +22,7 @@ from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.run import TrainingRun
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
-from tests.command import CLI, prime_rl, toml
+from tests.command import CLI, toml
 from tests.conftest import TINY_RECIPE
 from tests.fork_server import Fork, ForkServer
 from tests.local.helpers import failing
@@ -143,60 +143,12 @@ def test_signal_twice_ends_at_once(long_file: Path, tmp_path: Path) -> None:
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0, 7.0])
-def test_signal_before_the_first_step_leaves_the_name_free(
-    seconds: float,
-    signum: int,
-    tiny_file: Path,
-    tmp_path: Path,
-) -> None:
-    """At any moment of imports, preparation and preflight; no traceback, no half of a run."""
-    words = ("rl", "--config", tiny_file, "--output-dir", "run")
-    with start(*words, cwd=tmp_path) as process:
-        time.sleep(seconds)
-        process.send_signal(signum)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode in (0, 128 + signum, -signum), err
-    assert seconds < 1 or "Traceback" not in err
-    if process.returncode:
-        names = {path.name for path in (tmp_path / "run").glob("*")}
-        assert names <= {"recipe.json", ".lock", ".holder", "metrics.jsonl", "checkpoints"}
-        done = prime_rl(*words, *(["--resume"] * ("checkpoints" in names)), cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_run_in_an_ascii_terminal_with_a_wrong_backend_finishes(
-    tiny_file: Path, tmp_path: Path
-) -> None:
-    """A cron job with LC_ALL=C, a directory with brackets, a backend that does not exist, and a
-    reader that leaves."""
-    env = {
-        **os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "MPLBACKEND": "nonsense"
-    }  # fmt: skip
-    words = ("rl", "--config", tiny_file, "--output-dir", "m[/b]é")
-    with start(*words, cwd=tmp_path, env=env) as process:
-        assert process.stdout is not None and process.stderr is not None
-        lines = iter(process.stdout.readline, "")
-        assert any("run directory: m[/b]\\xe9" in line for line in lines)
-        process.stdout.close()
-        assert process.stderr.read() == "" and process.wait(timeout=240) == 0
-        process.stdout = None
-    run_dir = tmp_path / "m[/b]é"
-    assert steps_logged(run_dir) == 4
-    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("output_dir", "cache", "words"),
     [
         ("/dev/null/run", None, ["/dev/null/run: Not a directory"]),
-        ("x" * 300, None, ["File name too long"]),
         ("run", "tiny.toml", ["tiny.toml/models", "Not a directory"]),
     ],
-    ids=["file", "long", "cache"],
 )
 def test_place_that_cannot_be_written_is_one_sentence(
     output_dir: str,

@@ -51,7 +51,6 @@ def printed_in(encoding: str, monkeypatch: pytest.MonkeyPatch, text: str) -> byt
 @pytest.mark.parametrize(
     ("encoding", "text", "shown"),
     [
-        ("ascii", "2 – é 雪", b"2 \\u2013 \\xe9 \\u96ea\n"),
         ("latin-1", "2 – é 雪", b"2 \\u2013 \xe9 \\u96ea\n"),
         ("utf-8", "1 → 2 – é 雪", "1 → 2 – é 雪\n".encode()),
         ("utf-8", os.fsdecode(b"m\xff"), b"m\\udcff\n"),
@@ -165,11 +164,6 @@ def test_terminal_keeps_evaluations_and_the_step(columns: int, shown: dict[int, 
     assert max(map(len, lines)) <= columns
 
 
-def test_narrow_terminal_cuts_the_numbers_and_not_the_step(shown: dict[int, list[str]]) -> None:
-    bars = [line for line in shown[40] if "━" in line]
-    assert "101/120" in bars[-1] and bars[-1].endswith("…") and len(bars[-1]) <= 40
-
-
 def test_log_has_the_numbers_of_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluation is not repeated as if each later step had measured it."""
     speed = {"loss": 1.0, "tokens_per_second": 9.0}
@@ -241,9 +235,8 @@ ROLLOUTS = {
         ),
         # A row of metrics.jsonl may be lost; a later one is not shown in its place.
         ({4: {"eval/accuracy": 0.25}}, {"accuracy": ["–", "–", "25.0%"]}),
-        ({}, {"accuracy": ["–", "–", "–"]}),
     ],
-    ids=["tasks", "first lost", "all lost"],
+    ids=["tasks", "first lost"],
 )
 def test_outcome_shows_teacher_and_student_before_and_after(
     evaluations: dict[int, dict[str, float]],
@@ -260,7 +253,7 @@ def test_outcome_shows_teacher_and_student_before_and_after(
 def test_report_shows_turns_and_tool_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A column each, and a panel each in the figure. A run without tasks has dashes."""
+    """A column each. A run without tasks has dashes."""
     own = recorded(tmp_path / "own", *({"step": step, **one} for step, one in ROLLOUTS.items()))
     other = recorded(tmp_path / "other", {"step": 4, "eval/accuracy": 0.5})
     print_report([own, other])
@@ -269,11 +262,6 @@ def test_report_shows_turns_and_tool_calls(
         assert text in out
     print_report([other])
     assert "turns" not in capsys.readouterr().out
-    sizes = []
-    for runs in ([own, other], [other]):
-        draw_report(runs, tmp_path / "report.png")
-        sizes.append((tmp_path / "report.png").read_bytes()[16:20])  # the width of a PNG
-    assert [int.from_bytes(width, "big") for width in sizes] == [1600, 1100]
 
 
 @pytest.fixture
@@ -301,10 +289,7 @@ def test_figure_of_one_run_has_its_environments_and_parts(tmp_path: Path, drawn:
     assert lines == {"loss": (1, 2.0), "x/kl_in_support": (1, 1.5), "x/kl_mass": (1, 0.5)}
 
 
-@pytest.mark.parametrize("log_kl", [False, True])
-def test_figure_of_several_runs_keeps_the_teachers(
-    tmp_path: Path, drawn: list[Any], log_kl: bool
-) -> None:
+def test_figure_of_several_runs_keeps_the_teachers(tmp_path: Path, drawn: list[Any]) -> None:
     """A grey line where the runs agree on the score, else one in each run's color."""
     scores = {"a": 0.9, "b": 0.9, "c": 0.5}
     student = {"step": 0, "eval/accuracy": 0.1, "eval/reverse_kl": 1.0}
@@ -312,20 +297,13 @@ def test_figure_of_several_runs_keeps_the_teachers(
         recorded(tmp_path / name, student | {"teacher/accuracy": teacher})
     dashed = []
     for names in ("ab", "abc"):
-        draw_report([tmp_path / name for name in names], tmp_path / "report.png", log_kl)
+        draw_report([tmp_path / name for name in names], tmp_path / "report.png", True)
         accuracy, kl = drawn[-1].axes[:2]
         lines = [line for line in accuracy.get_lines() if line.get_linestyle() == "--"]
         dashed.append({line.get_ydata()[0]: line.get_color() for line in lines})
-        assert kl.get_yscale() == ("log" if log_kl else "linear")
+        assert kl.get_yscale() == "log"
     colors = [line.get_color() for line in accuracy.get_lines() if line.get_marker() == "o"]
     assert dashed == [{0.9: "grey"}, {0.9: colors[0], 0.5: colors[2]}]
-
-
-def test_figure_of_a_directory_with_dollars_and_brackets(tmp_path: Path) -> None:
-    """Two dollar signs would be a formula."""
-    run_dir = recorded(tmp_path / r"a$\frac$[b]", {"step": 1, "loss": 0.5})
-    draw_report([run_dir, run_dir], run_dir / "report.png")
-    assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,24 +326,3 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = " ".join(capsys.readouterr().out.split())
     assert "4.230 (reverse KL)" in out and "3.950 (KL on 32 ids + tail)" in out
     draw_report(folders, tmp_path / "report.png")
-
-
-def test_report_shows_what_an_environment_was_of_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the first and the last evaluated step; what was never measured has no column."""
-    environments = {"sums": {"source": "generated"}, "chains": {"source": "generated"}}
-    shares = [("sums", 0.25, 0.125, 1.5), ("chains", 0.75, 0.875, 0.5)]
-    records = [
-        {"step": step, "eval/accuracy": 0.5}
-        | {f"rollout/token_share/{name}": tokens for name, tokens, _, _ in shares}
-        | {f"rollout/gradient_share/{name}": part for name, _, part, _ in shares if step == 4}
-        | {f"distillation/kl/{name}": kl / step for name, _, _, kl in shares}
-        for step in (2, 4)
-    ]
-    records.insert(0, {"step": 0, "eval/accuracy": 0.25})
-    print_report([recorded(tmp_path, *records, environments=environments)])
-    out = capsys.readouterr().out
-    for text in ("25.0% → 25.0%", "75.0% → 75.0%", "– → 12.5%", "– → 87.5%", "0.750 → 0.375"):
-        assert text in out
-    assert "of the weights" not in out

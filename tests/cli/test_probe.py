@@ -1,7 +1,6 @@
 """``prime-rl probe`` as a user types it: tables, JSON, exit codes."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,14 +12,11 @@ import torch
 
 from prime_composer.backends.hf_model import load_model
 from prime_composer.cli import probe as command
-from prime_composer.local import requirements
 from prime_composer.local.probe.run import probe
-from tests.command import prime_rl, toml
+from tests.command import toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.fork_server import ForkServer
 from tests.local.helpers import tiny_models
-from tests.vllm_process import VllmProcess
 
 Raw = Callable[..., dict[str, Any]]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -161,58 +157,3 @@ def test_models_that_do_not_open_are_a_check_in_json(probes: Cli, tiny_recipe: R
     assert done.returncode == 1 and report["student"] is None
     assert [check["name"] for check in report["checks"]] == ["opening the models"]
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_a_bfloat16_server_is_probed_as_it_is(
-    tiny_recipe: Raw, vllm_forks: ForkServer, tmp_path: Path
-) -> None:
-    """A real vLLM server in bfloat16, K up to 20, whose checkpoint is on this machine."""
-    folders = tiny_models(TINY_RECIPE)
-    served = tmp_path / "served"
-    shutil.copytree(folders["teacher"], served)
-    options = ("--dtype", "bfloat16", "--max-model-len", 128, "--max-logprobs", 20)
-    with VllmProcess(served, tmp_path / "server.log", *options, forks=vllm_forks) as server:
-        teacher = {"model": str(served), "url": server.url}
-        raw = tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher)
-        recipe = tmp_path / "served.toml"
-        recipe.write_text(toml(raw))
-        done = prime_rl("probe", "--config", recipe, "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["teachers"]["teacher"]
-    assert found["head_bfloat16"] is True
-    assert found["facts"]["largest_k"] == 20 and found["facts"]["context"] == 128
-    speeds = {entry["column"]: entry["tokens_per_second"] for entry in found["throughput"]}
-    assert speeds["8"] > 0 and speeds["32"] is speeds["64"] is None
-
-
-def test_context_beyond_the_model_is_said_once_in_preflights_words(
-    probes: Cli, tiny_recipe: Raw
-) -> None:
-    """Before anything is loaded."""
-    done = probes(tiny_recipe(rollout={"backend": "vllm", "max_model_len": 2048}))
-    both = done.stdout + done.stderr
-    assert done.returncode == 1
-    assert (
-        both.count("has 256 positions and rollout.max_model_len is 2048, which vllm refuses") == 1
-    )
-    assert "loading the student" not in both
-
-
-def test_probe_names_a_library_that_a_run_lacks(
-    probes: Cli, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a model is opened, as a run does."""
-
-    def refuse(*_: Any) -> None:
-        raise ImportError("wandb is not installed: pip install wandb")
-
-    monkeypatch.setattr(requirements, "import_wandb", refuse)
-    raw = tiny_recipe(logging={"tensorboard": False, "wandb": {"project": "p"}})
-    done = probes(raw, "--json")
-    report = json.loads(done.stdout)
-    failed = [check for check in report["checks"] if check["passed"] is False]
-    assert [check["name"] for check in failed] == ["opening the models"]
-    assert "pip install wandb" in failed[0]["message"]
-    assert done.returncode == 1 and report["student"] is None

@@ -1,18 +1,14 @@
 """The program's name, version, overview, and its completion in real shells."""
 
-import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from prime_composer.cli import program as program_module
 from prime_composer.cli.commands import TASKS, build_parser, main
 from prime_composer.cli.program import NAMES, program
 from tests.fork_server import REPO
@@ -32,21 +28,6 @@ def test_what_a_prompt_waits_for_imports_nothing_heavy() -> None:
     """The version, help, a shell's completion, and the help of a command."""
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=REPO)
     assert done.stdout and done.stderr.splitlines()[-1] == "[]"
-
-
-def test_version_is_the_installed_one_or_says_that_none_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--version"]) == 0
-    installed = program_module.metadata.version("prime-composer")
-    assert capsys.readouterr().out == f"prime_composer {installed}\n"
-
-    def absent(name: str) -> str:
-        raise program_module.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(program_module.metadata, "version", absent)
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == "prime_composer, not installed\n"
 
 
 def test_no_command_prints_the_commands_by_task(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,14 +89,6 @@ def test_rooms_of_prime_rl_name_the_other_command() -> None:
             assert found == [], path
 
 
-def test_module_runs_as_the_program() -> None:
-    """It names itself in a refusal, too."""
-    command = [sys.executable, "-m", "prime_composer", "check", "absent.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
-    assert done.returncode == 2
-    assert done.stderr.startswith("python -m prime_composer check: absent.toml: no such recipe")
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A working directory with recipes, other files and a folder."""
@@ -158,50 +131,3 @@ def test_bash_completes_without_starting_python(
         text=True,
     )
     assert done.stderr == "" and set(done.stdout.splitlines()) == COMPLETIONS[words]
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("prime-rl stu\t", "prime-rl study"),
-        ("prime-composer rl --dr\t", "prime-composer rl --dry-run"),
-        ("prime-rl check on\t", "prime-rl check one.toml"),
-    ],
-)
-def test_zsh_completes_what_is_typed(
-    typed: str, shown: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a terminal of its own: zsh completes at a prompt alone."""
-    assert main(["completion", "zsh"]) == 0
-    script = folder.parent / "completion.zsh"
-    script.write_text(capsys.readouterr().out)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        ["zsh", "-f", "-i"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=folder,
-        env={"PATH": os.defpath, "TERM": "dumb", "HOME": str(folder)},
-        start_new_session=True,
-    )
-    os.close(theirs)
-
-    def read_until(text: str) -> str:
-        seen, deadline = "", time.monotonic() + 30
-        while text not in seen:
-            assert time.monotonic() < deadline, seen
-            seen += os.read(ours, 4096).decode(errors="replace")
-        return seen
-
-    try:
-        begin = f'PS1=; autoload -U compinit; compinit -D -u; eval "$(<{script})"; print rea""dy\n'
-        os.write(ours, begin.encode())
-        read_until("ready")
-        os.write(ours, typed.encode())
-        read_until(shown)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)

@@ -1,6 +1,5 @@
 """Run directories: which are free, which start over, which continue, and which are left alone."""
 
-import copy
 import itertools
 import json
 import os
@@ -11,24 +10,19 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local import checkpoint as checkpoint_module
 from prime_composer.local.checkpoint import DamagedCheckpoint, list_checkpoints
 from prime_composer.local.recipe_file import (
     _why_not_other_steps,
-    check_continues,
-    write_recipe,
 )
 from prime_composer.local.run_dir import (
     InUse,
     RunRequest,
     choose_run_dir,
     claim_run_dir,
-    lock_run_dir,
 )
 from prime_composer.local.student import lr_factor
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
-from tests.conftest import TINY_RECIPE
 from tests.local.test_checkpoint import save
 
 Raw = Callable[..., dict[str, Any]]
@@ -128,18 +122,6 @@ def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., RunRe
     assert (path / "metrics.jsonl").exists() and (path / "recipe.json").exists()
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_start_killed_before_its_recipe_starts_over(
-    resume: bool, wish: Callable[..., RunRequest]
-) -> None:
-    Path("run").mkdir()
-    Path("run/.lock").touch()
-    Path("run/.holder").write_text("host 1\n")
-    Path("run/recipe.tmp").write_text('{"stud')
-    with claim_run_dir(wish(resume=resume)) as claim:
-        assert json.loads((claim.path / "recipe.json").read_text())["trainer"]["steps"] == 4
-
-
 def test_early_start_of_another_recipe_is_refused(wish: Callable[..., RunRequest]) -> None:
     begin(wish())
     other = {"trainer__lr": 0.5}
@@ -230,10 +212,7 @@ def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., RunReques
     ("section", "allowed"),
     [
         ("teacher", {"wait": 5.0, "timeout": 900.0}),
-        ("rollout", {"wait": 5.0, "timeout": 900.0}),
-        ("checks", {"every": 3}),
         ("eval", {"every": 1}),
-        ("checkpoint", {"keep": 7}),
     ],
 )
 def test_resume_allows_what_no_number_depends_on(
@@ -242,15 +221,6 @@ def test_resume_allows_what_no_number_depends_on(
     finish(wish(), 2)
     table = {**tiny_recipe().get(section, {}), **allowed}
     assert choose_run_dir(wish(changes={section: table}, resume=True)).note == ""
-
-
-def test_resume_fills_in_keys_that_are_new_since(wish: Callable[..., RunRequest]) -> None:
-    """A recipe.json of before ``[checks]`` is that of the same run."""
-    path = finish(wish(), 2) / "recipe.json"
-    tables = json.loads(path.read_text())
-    del tables["checks"], tables["teacher"]["wait"], tables["trainer"]["max_grad_norm"]
-    path.write_text(json.dumps(tables))
-    assert choose_run_dir(wish(resume=True)).note == ""
 
 
 def test_resume_compares_urls_without_their_passwords(
@@ -299,24 +269,6 @@ def test_resume_keeps_the_dtype_of_an_own_teacher(
     assert "other values of teacher.dtype;" in refusal(wish(changes=changes, resume=True))
 
 
-def test_claim_of_a_resumed_run_reads_its_checkpoint_once(
-    wish: Callable[..., RunRequest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of many gigabytes are hashed once, by the process that holds the directory."""
-    finish(wish(), 1, 2)
-    read: list[str] = []
-    original = checkpoint_module._sha256
-    monkeypatch.setattr(
-        checkpoint_module, "_sha256", lambda path: read.append(path.name) or original(path)
-    )
-    with claim_run_dir(wish(resume=True)):
-        pass
-    once = ["config.json", "model.safetensors", "tokenizer.json", "trainer.pt"]
-    assert sorted(read) == once
-    choose_run_dir(wish(resume=True))
-    assert sorted(read) == sorted(once * 2)
-
-
 LONGER = {"trainer__schedule": "constant", "trainer__steps": 4}
 
 
@@ -356,39 +308,3 @@ def test_other_steps_are_refused_where_a_done_rate_would_change(
         same = all(lr_factor(was, step) == lr_factor(becomes, step) for step in range(1, done + 1))
         tables = becomes.model_dump(mode="json")
         assert (_why_not_other_steps(before, tables, done) == "") == same
-
-
-def test_recipe_is_written_at_once(wish: Callable[..., RunRequest], tmp_path: Path) -> None:
-    """A crash in the middle of writing leaves the old recipe, never half of a new one."""
-    before = wish(changes={"trainer__lr": 0.5}).tables
-    write_recipe(tmp_path, before)
-    unfinished = tmp_path / "recipe.tmp"
-    unfinished.mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_recipe(tmp_path, wish().tables)
-    assert json.loads((tmp_path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
-
-
-def test_dry_run_looks_at_the_lock_and_writes_none(wish: Callable[..., RunRequest]) -> None:
-    path = finish(wish(), 2)
-    lock = lock_run_dir(path)
-    with pytest.raises(InUse):
-        choose_run_dir(wish(resume=True))
-    lock.release()
-    before = (path / ".lock").stat().st_mtime_ns
-    choose_run_dir(wish(resume=True))
-    assert (path / ".lock").stat().st_mtime_ns == before
-
-
-def test_run_from_before_the_context_was_a_default_is_resumed(tmp_path: Path) -> None:
-    """Its recipe.json has the former default; a value that the user changed is refused."""
-    now = parse_recipe({**TINY_RECIPE, "rollout": {"backend": "transformers", "max_tokens": 8}})
-    tables = now.model_dump(mode="json")
-    before = copy.deepcopy(tables)
-    before["rollout"]["max_model_len"] = 2048
-    write_recipe(tmp_path, before)
-    note = check_continues(tmp_path, tables, 2)
-    assert note.startswith("rollout.max_model_len is unset now") and note.endswith("it was 2048")
-    tables["rollout"]["max_model_len"] = 64
-    with pytest.raises(RecipeError, match="other values of rollout.max_model_len"):
-        check_continues(tmp_path, tables, 2)

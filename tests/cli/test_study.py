@@ -1,6 +1,7 @@
 """Studies: what a study file may contain, how runs are kept and compared, the shipped files."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from prime_composer.cli import figures, study_report
+from prime_composer.cli import figures
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
 from prime_composer.cli.quantities import QUANTITIES
@@ -31,6 +31,7 @@ VARIANTS = {"sampled": ['loss={type = "sampled_reverse_kl"}'], "tail": ["loss.k=
 
 Raw = Callable[..., dict[str, Any]]
 WriteStudy = Callable[..., Path]
+OF_FINISHED = pytest.mark.xdist_group("finished study")  # One process runs it once
 
 
 class Ended(subprocess.Popen[bytes]):
@@ -43,9 +44,8 @@ class Ended(subprocess.Popen[bytes]):
         return self.returncode
 
 
-@pytest.fixture
-def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run the study's command lines within this process, without their figures: seconds each."""
+def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Run a study's command lines within this process, without their figures: seconds each."""
 
     def call(command: Sequence[str], log: Path) -> Ended:
         assert list(command[:3]) == [sys.executable, "-m", "prime_composer.cli"]
@@ -54,19 +54,43 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(study_module, "call", call)
     monkeypatch.setattr(figures, "draw_report", lambda runs, output: None)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture
+def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_here(monkeypatch, tmp_path)
+
+
+def write_study(folder: Path, base: dict[str, Any], changes: dict[str, Any]) -> Path:
+    (folder / "base.toml").write_text(toml(base))
+    study = {"base": "base.toml", "seeds": [0, 1], "variants": VARIANTS} | changes
+    path = folder / "compared.toml"
+    path.write_text(toml(study))
+    return path
 
 
 @pytest.fixture
 def study_file(tiny_recipe: Raw, tmp_path: Path) -> WriteStudy:
-    def write(**changes: Any) -> Path:
-        (tmp_path / "base.toml").write_text(toml(tiny_recipe()))
-        tables = {"base": "base.toml", "seeds": [0, 1], "variants": VARIANTS} | changes
-        path = tmp_path / "compared.toml"
-        path.write_text(toml(tables))
-        return path
+    return lambda **changes: write_study(tmp_path, tiny_recipe(), changes)
 
-    return write
+
+@pytest.fixture(scope="module")
+def finished(tiny_recipe: Raw, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run the study of ``study_file``; return the directory that has its outputs/."""
+    folder = tmp_path_factory.mktemp("finished")
+    path = write_study(folder, tiny_recipe(), {})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_here(monkeypatch, folder)
+        assert main(["study", str(path)]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path, in_one_process: None) -> Path:
+    """A copy of the finished study's directory, where the commands of this process look."""
+    shutil.copytree(finished / "outputs", tmp_path / "outputs")
+    return tmp_path / "outputs" / "compared"
 
 
 def refusal(path: Path) -> str:
@@ -181,18 +205,13 @@ def test_variants_may_have_other_teachers_and_keep_other_bits() -> None:
     assert [key for key in (*free, *same) if SAME.fullmatch(key)] == same
 
 
+@OF_FINISHED
 def test_a_study_compares_runs_and_keeps_the_finished_ones(
-    study_file: WriteStudy,
-    tmp_path: Path,
-    in_one_process: None,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, study_file: WriteStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A second call finishes what was stopped, and changes neither the kept runs nor the result."""
-    assert main(["study", str(study_file())]) == 0
-    folder = tmp_path / "outputs" / "compared"
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
     table = (folder / "table.md").read_text()
-    assert table in capsys.readouterr().out
     assert "| sampled | 2 | " in table and "| tail | 2 | " in table
     results = without_times(json.loads((folder / "results.json").read_text()))
     for variant in VARIANTS:
@@ -225,7 +244,8 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
 
     before = modified()
     assert main(["study", str(study_file())]) == 0
-    assert capsys.readouterr().out.count("(kept)") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("(kept)") == 2 and (folder / "table.md").read_text() in printed
     assert "resuming after step 2" in (folder / "tail-seed1.log").read_text()
     assert modified() == before
     assert without_times(json.loads((folder / "results.json").read_text())) == results
@@ -242,7 +262,9 @@ def test_study_without_held_out_problems_is_finished(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It compares what steps measure; a run that lacks its last step is continued."""
-    tiny, base = study_file(seeds=[0]), tiny_recipe(data__use="train")
+    folders = tiny_models(tiny_recipe())
+    models = {name: {"model": str(folder)} for name, folder in folders.items()}
+    tiny, base = study_file(seeds=[0]), tiny_recipe(data__use="train", **models)
     del base["eval"]
     (tmp_path / "base.toml").write_text(toml(base))
     assert main(["study", str(tiny)]) == 0
@@ -277,19 +299,17 @@ def stop_after_two(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step_000004").rename(tmp_path / "gone")
 
 
+@OF_FINISHED
 def test_dry_run_says_what_is_left_and_writes_nothing(
-    study_file: WriteStudy,
-    tmp_path: Path,
-    in_one_process: None,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, study_file: WriteStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a study with a finished run, one that was stopped after step 2, and two new ones.
 
     What would stop is named in the preflight's own words, and --overwrite deletes nothing before
     it has read them.
     """
-    assert main(["study", str(study_file(seeds=[0]))]) == 0
-    folder = tmp_path / "outputs" / "compared"
+    for name in ("sampled-seed1", "tail-seed1"):
+        shutil.rmtree(folder / name)
     stop_after_two(folder / "tail-seed0", tmp_path)
 
     def contents() -> dict[str, bytes]:
@@ -321,12 +341,12 @@ def test_dry_run_says_what_is_left_and_writes_nothing(
     assert contents() == before
 
 
+@OF_FINISHED
 def test_overwrite_deletes_the_runs_of_the_study_alone(
-    study_file: WriteStudy, tmp_path: Path, in_one_process: None, capsys: pytest.CaptureFixture[str]
+    folder: Path, study_file: WriteStudy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another recipe's runs are replaced, and a directory that is no run is refused before that."""
-    assert main(["study", str(study_file(seeds=[0]))]) == 0
-    folder = tmp_path / "outputs" / "compared"
+    shutil.rmtree(folder / "tail-seed1")
     first = (folder / "tail-seed0" / "metrics.jsonl").read_text()
     (folder / "notes.txt").write_text("mine")
     two_seeds = study_file(overrides=["trainer.lr=5e-4"], seeds=[0, 1])
@@ -344,63 +364,6 @@ def test_overwrite_deletes_the_runs_of_the_study_alone(
     assert (folder / "tail-seed1" / "thesis.txt").read_text() == "mine"
     log = (folder / "tail-seed0.log").read_text()
     assert log.count("run directory: ") == 2  # at the start and at the end of one run
-
-
-def test_terminal_shows_the_study_as_a_table(
-    study_file: WriteStudy,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Without the bars of Markdown, with the same cells; table.md stays Markdown."""
-    variants = dict.fromkeys(VARIANTS, result_of([(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]))
-    screen = Console(width=100, force_terminal=True, color_system=None)
-    monkeypatch.setattr(study_report, "console", lambda: screen)
-    report_of(variants, study_file(), tmp_path / "runs", monkeypatch)
-    printed = capsys.readouterr().out.partition("figure:")[0]
-    assert "|" not in printed and "Before training: reverse KL 0.250." in printed
-    rows = [line.split() for line in printed.splitlines()]
-    assert "variant seeds reverse KL, nats/token".split() in rows
-    assert "tail 2 0.625 (0.500 to 0.750)".split() in rows
-    markdown = (tmp_path / "runs" / "table.md").read_text()
-    assert "| tail | 2 | 0.625 (0.500 to 0.750) |\n" in markdown
-
-
-def report_of(
-    variants: dict[str, Any], path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Report on a study that has these results."""
-    monkeypatch.setattr(study_report, "results_of", lambda study, runs: {"variants": variants})
-    folder.mkdir()
-    study_report.write_report(*load_study(path, str(folder)))
-
-
-@pytest.mark.parametrize("steps", [(0, 4), (0, 2, 4)])
-def test_figure_is_of_the_ends_where_nothing_is_between(
-    steps: tuple[int, ...],
-    study_file: WriteStudy,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """A place for each variant on x then, with the range of its seeds, and steps otherwise."""
-    drawn: list[Any] = []
-    monkeypatch.setattr(figures, "save", lambda figure, *rest: drawn.append(figure))
-    variants = dict.fromkeys(VARIANTS, result_of([(step, 0.25) for step in steps]))
-    report_of(variants, study_file(), tmp_path / "runs", monkeypatch)
-    (axes,) = drawn[0].axes
-    names = [label.get_text() for label in axes.get_xticklabels()]
-    assert (names == [*VARIANTS]) == (len(steps) == 2)
-    assert axes.get_xlabel() == ("variant" if len(steps) == 2 else "step")
-
-
-def test_figure_of_few_steps_has_whole_numbers_of_steps() -> None:
-    figure = figures.new_figure(4, 3)
-    axes = figure.subplots()
-    axes.plot([0, 1, 2], [0.1, 0.2, 0.3])
-    assert any(tick % 1 for tick in axes.get_xticks())
-    figures.label_axes(axes, "title", "step", "share")
-    ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= 2]
-    assert ticks == [0, 1, 2]
 
 
 def test_a_run_that_cannot_start_stops_the_study(
