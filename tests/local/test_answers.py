@@ -135,16 +135,6 @@ def test_answers_to_conversations_are_matched_by_place(
     ]
 
 
-def test_answers_without_a_metric_have_no_verdict(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for step in (0, 4):
-        write_answers(tmp_path, step, [KeptAnswer("What?", "", f"said at {step}", None)])
-    out = printed(tmp_path, [0, 4], capsys)
-    assert "said at 0" in out and "said at 4" in out
-    assert not [word for word in ("correct", "wrong", "reference") if word in out]
-
-
 def test_answers_of_another_attempt_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,9 +150,8 @@ def test_answers_of_another_attempt_are_not_shown(
 
 @pytest.mark.parametrize(
     "content",
-    [None, "", "{", '{"step": 0}\n[]\n7\nnull\n{"step": "x", "answers": []}\n',
-     '{"step": 0, "answers": [{"question": 1}]}\n'],
-)  # fmt: skip
+    [None, '{"step": 0}\n[]\n7\n{"step": "x", "answers": []}\n{'],
+)
 def test_answers_that_are_not_there_print_nothing(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,15 +159,3 @@ def test_answers_that_are_not_there_print_nothing(
     if content is not None:
         (tmp_path / ANSWERS_FILE).write_text(content)
     assert printed(tmp_path, [0, 4], capsys) == ""
-
-
-def test_answers_after_a_cut_line_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another question than before training has no answer before it, as with another eval.size."""
-    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ\n')
-    write_answers(tmp_path, 2, [answer("a"), answer("b", "What is 1 + 1?")])
-    write_answers(tmp_path, 4, [answer("c", "What is 9 + 9?")])
-    assert list(read_answers(tmp_path)) == [2, 4]
-    out = printed(tmp_path, [0, 2, 4], capsys)
-    assert "What is 9 + 9?" in out and "after 4 steps" in out and "before" not in out

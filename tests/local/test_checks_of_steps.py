@@ -12,13 +12,11 @@ from torch import nn
 
 from prime_composer.contract import LossInputs
 from prime_composer.local import collect
-from prime_composer.local import student as student_module
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.outcome import RunStopped
 from prime_composer.local.run import kept_steps
 from prime_composer.local.student import ExplodedWeights, Student, WeightCheck
 from prime_composer.local.tracker import read_metrics
-from prime_composer.local.train import train
 from prime_composer.local.watch import Watch
 from prime_composer.local.watch_metrics import (
     CollapseCheck,
@@ -26,7 +24,6 @@ from prime_composer.local.watch_metrics import (
     tokens_of_no_use,
 )
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.recipe.watchers import CollapseConfig
@@ -34,48 +31,31 @@ from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
 from prime_composer.teachers.mixture import Teachers
-from prime_composer.tiny_models.cache import prepare_models
 from tests.local.helpers import (
     Silent,
     opened,
     random_samples,
     run,
     stop_taking_weights,
-    weights,
 )
 
 Raw = Callable[..., dict[str, Any]]
 
 
-def linear() -> nn.Linear:
-    """Return a layer with a weight of norm 2 (RMS 1) and a bias of zeros."""
-    layer = nn.Linear(2, 2)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        layer.bias.zero_()
-    return layer
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("value", "message"),
     [
-        ("weight", 99.0, None),
-        ("weight", 101.0, "weight have norm 2e.02, from 2 at the run's start"),
-        ("weight", 1e30, "weight have norm 2e.30"),
-        ("weight", math.inf, "weight are not finite numbers"),
-        ("weight", math.nan, "weight are not finite numbers"),
-        ("bias", 9.0, None),
-        ("bias", 11.0, "bias have norm 16, from 0 at"),
+        (99.0, None),
+        (101.0, "weight have norm 2e.02, from 2 at the run's start"),
+        (math.nan, "weight are not finite numbers"),
     ],
 )
-def test_weight_check_allows_a_hundredfold_norm(
-    name: str, value: float, message: str | None
-) -> None:
-    """Each tensor may grow a hundredfold, a few zeros to entries of 10; the message names it."""
-    layer = linear()
+def test_weight_check_allows_a_hundredfold_norm(value: float, message: str | None) -> None:
+    """The message names step and tensor."""
+    layer = nn.Linear(2, 2)
+    nn.init.ones_(layer.weight)
     check = WeightCheck.of_model(layer)
-    with torch.no_grad():
-        getattr(layer, name).fill_(value)
+    nn.init.constant_(layer.weight, value)
     if message is None:
         check.check(layer, 3)
         return
@@ -100,56 +80,17 @@ def test_weight_check_of_zeros_depends_on_their_number(entries: int, largest: fl
         check.check(layer, 1)
 
 
-def test_weight_check_sees_one_nan_among_many() -> None:
-    """One entry is enough, and the number of tensors is said."""
-    layer = nn.Linear(2, 2)
-    check = WeightCheck.of_model(layer)
-    layer.weight.data[1, 1], layer.bias.data[0] = torch.nan, torch.inf
-    with pytest.raises(ExplodedWeights, match="weights of weight and 1 other tensors are not"):
-        check.check(layer, 1)
-
-
-def run_with(raw: dict[str, Any], run_dir: Path, **trainer: Any) -> None:
-    """Train with values of ``[trainer]`` that a recipe may not have."""
-    recipe = parse_recipe(raw)
-    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=trainer)})
-    problems = load_problem_set(recipe.sources)
-    run_dir.mkdir()
-    train(recipe, problems, prepare_models(recipe, problems), run_dir, Silent())
-
-
-@pytest.mark.parametrize(
-    ("fatal", "backend"),
-    [
-        ({"weight_decay": math.inf}, "transformers"),
-        ({"lr": 1e30}, "transformers"),
-        pytest.param({"lr": math.inf}, "vllm", marks=pytest.mark.vllm),
-    ],
-)
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_train_exploded_weights_are_never_saved(
-    fatal: dict[str, float], backend: str, tiny_recipe: Raw, tmp_path: Path
+    backend: str, tiny_recipe: Raw, tmp_path: Path
 ) -> None:
     """A run of one step ends with an error, without a checkpoint and without a row for it."""
-    raw = tiny_recipe(rollout__backend=backend, trainer__steps=1, trainer__warmup_steps=0)
+    fatal = {"steps": 1, "warmup_steps": 0, "batch_size": 6, "lr": 1e6}
+    raw = tiny_recipe(rollout__backend=backend, trainer=fatal)
     with pytest.raises(ExplodedWeights, match="step 1: after the optimizer's step"):
-        run_with(raw, tmp_path / "run", **fatal)
+        run(raw, tmp_path / "run")
     assert list_checkpoints(tmp_path / "run") == []
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0]
-
-
-def test_train_exploded_weights_leave_the_good_checkpoint(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint before the step that broke the weights is finite, and the newest."""
-
-    def factor(config: TrainerConfig, step: int) -> float:
-        return math.inf if step == 3 else 1.0
-
-    monkeypatch.setattr(student_module, "lr_factor", factor)
-    with pytest.raises(ExplodedWeights, match="step 3"):
-        run(tiny_recipe(), tmp_path / "run")
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2]
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
 
 
 def test_train_norms_of_a_resumed_run_are_those_of_its_start(
@@ -203,11 +144,10 @@ NARROW, WIDE = SamplerCheck(1e-6, "float32"), SamplerCheck(0.05, "bfloat16")
     [
         (NARROW, [-1.0], [-1.1], r"step 7: .* KL 0.0048 .* 1 sampled .* 1e-06"),
         # A NaN is above every limit, also one of many, which the cap would let pass.
-        *((WIDE, [bad, *[-1.0] * 1999], [-1.0] * 2000, "step 7")
-          for bad in (math.nan, -math.inf, math.inf)),
+        (WIDE, [math.nan, *[-1.0] * 1999], [-1.0] * 2000, "step 7"),
         (WIDE, [-9.0] * 8, [-8.0] * 8, "step 7"),
     ],
-)  # fmt: skip
+)
 def test_mismatch_above_the_limit_stops(
     check: SamplerCheck, mu: list[float], p: list[float], words: str
 ) -> None:
@@ -246,22 +186,6 @@ def test_mismatch_limit_is_a_key_that_the_message_names(
     assert check is not None and check.limit == 0.25
     with pytest.raises(SamplerMismatch, match=rf"{remedy} .* raise checks\.mismatch"):
         measured(check, [-2.0] * 99, [-1.0] * 99)
-
-
-def test_mismatch_leaves_out_the_solutions_of_the_data() -> None:
-    """Tokens of the data have no mu; without another token there is nothing to measure."""
-    mismatch = Mismatch(SamplerCheck(1e-6, "float32", with_solutions=True))
-    mismatch.add(packed([math.nan, math.nan], [-3.0, -4.0], [True, True]))
-    assert mismatch.result(1) == {}
-    mismatch.add(packed([math.nan, -1.0], [-3.0, -1.0], [True, True]))
-    assert mismatch.result(1) == {METRIC: 0.0}
-
-
-def test_mismatch_is_only_measured_where_mu_is_the_students(tiny_recipe: Raw) -> None:
-    """With a nucleus mu is another distribution, so there is no check."""
-    assert SamplerCheck.of_recipe(parse_recipe(tiny_recipe(rollout__top_p=0.9))) is None
-    check = SamplerCheck.of_recipe(parse_recipe(tiny_recipe(trainer__dtype="bfloat16")))
-    assert check is not None and check.dtype == "bfloat16" and not check.with_solutions
 
 
 def test_accumulate_gradients_measures_every_micro_batch(
@@ -310,10 +234,8 @@ def test_train_sampler_that_stops_taking_weights_is_seen_next_step(
 @pytest.mark.parametrize(
     ("measured", "named"),
     [
-        ({"teacher/accuracy": 0.0, "eval/accuracy": 0.0}, ["the teacher has 0.0% accuracy"]),
-        ({"teacher/accuracy": 0.005}, []),
+        ({"teacher/accuracy": 0.005, "eval/accuracy": 0.0}, []),
         ({"teacher/math/accuracy": 0.0, "teacher/code/accuracy": 1.0}, ["the teacher math has 0"]),
-        ({"eval/reverse_kl": 1.0}, []),
     ],
 )
 def test_teacher_without_a_right_answer_is_a_warning(
@@ -327,13 +249,9 @@ def test_teacher_without_a_right_answer_is_a_warning(
 @pytest.mark.parametrize(
     ("metrics", "named"),
     [
-        ({"xtok/noncanonical": 0.05, "xtok/unscored": 0.05}, {}),
-        (
-            {"xtok/noncanonical": 0.126, "xtok/unscored": 0.0},
-            {"xtok/noncanonical": ["12.6%", "rollout.temperature"]},
-        ),
+        ({"xtok/noncanonical": 0.05, "xtok/unscored": 0.05, "xtok/aligned": 0.9}, {}),
+        ({"xtok/noncanonical": 0.126}, {"xtok/noncanonical": ["12.6%", "rollout.temperature"]}),
         ({"a/xtok/unscored": 0.06, "loss": 1.0}, {"a/xtok/unscored": ["6.0%", "both prompts"]}),
-        ({"xtok/aligned": 0.9, "reverse_kl": 0.4}, {}),
     ],
 )
 def test_tokens_that_a_teacher_cannot_judge_are_a_warning(

@@ -1,6 +1,5 @@
 """What ends a text in a run: base and chat models of one family, as people distill them."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import load_model, load_tokenizer
+from prime_composer.backends.hf_model import load_model
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.local.preflight import PreflightError
 from prime_composer.recipe.loading import parse_recipe
@@ -282,18 +281,6 @@ def test_dry_run_template_that_asks_for_a_channel_is_no_warning(
     both_are(pair, model)
     assert run(tmp_path, pair, "--dry-run") == 0
     assert "generation prompt" not in capsys.readouterr().out
-
-
-def test_whole_run_of_base_and_chat_trains_and_resumes(
-    tmp_path: Path, pair: dict[str, Any]
-) -> None:
-    """By the command, at another temperature, with the line about ends in front."""
-    pair["rollout"]["temperature"] = 0.6
-    pair["trainer"]["steps"] = 2
-    out = tmp_path / "out"
-    assert run(tmp_path, pair, "--output-dir", str(out)) == 0
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert {"step"} <= rows[-1].keys() and len(load_tokenizer(pair["student"]["model"])) == 259
 
 
 def test_pairs_that_cannot_be_written_are_refused(tmp_path: Path, pair: dict[str, Any]) -> None:

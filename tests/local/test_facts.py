@@ -9,13 +9,6 @@ from prime_composer.backends.hf_model import import_transformers, load_student
 from prime_composer.cli.commands import main
 from prime_composer.local.answers import read_answers
 from prime_composer.local.tracker import read_metrics
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import load_recipe
-from prime_composer.recipe.schema import RecipeError
-from prime_composer.upstream.environment import load_split
-from prime_composer.upstream.export.exporter import export_recipe
-from prime_composer.upstream.versions.records import VERSIONS
-from prime_composer.upstream.versions.toml_shapes import ENVIRONMENTS
 from tests.command import sets
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
@@ -84,26 +77,3 @@ def test_recipe_trains_on_one_task_and_measures_three(
     assert out.count("towns (not trained on)") == 2 and out.count("capitals (not trained on)") == 2
     assert "ages (not trained on)" not in out
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_export_evaluates_what_trains_nothing(version: str, chat_model: Path) -> None:
-    """prime-rl trains on the first environment, evaluates all, and loads the same problems.
-
-    It has no student that stays rounded.
-    """
-    with pytest.raises(RecipeError, match=r"student\.quantize"):
-        export_recipe(load_recipe(RECIPE, overrides(chat_model)), version)
-    recipe = load_recipe(RECIPE, [*overrides(chat_model), f'student={{model="{chat_model}"}}'])
-    models = {"student": "student"}
-    table = export_recipe(recipe, version, models).table["orchestrator"]
-    trained, evaluated = table["train"][ENVIRONMENTS], table["eval"][ENVIRONMENTS]
-    assert [entry["name"] for entry in trained] == ["ages"]
-    assert [entry["name"] for entry in evaluated] == ["ages", "towns", "capitals"]
-    held_out = load_problem_set(recipe.problem_sources).held_out
-    for name, config in recipe.problem_sources.items():
-        own = [problem for problem in held_out if problem.environment == name]
-        questions = [problem.question for problem in load_split(config, "test", None)]
-        assert questions == [problem.question for problem in own] and questions
-    assert load_split(recipe.problem_sources["towns"], "train", None) == []
-    assert '"eval"' in export_recipe(recipe, version, models).text()

@@ -1,7 +1,6 @@
 """A LoRA student whose frozen weights are kept in 4 bits (QLoRA)."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,3 @@ def test_run_trains_the_adapter_and_resumes(raw: dict[str, Any], tmp_path: Path)
     assert all(torch.equal(value, parts[name]) for name, value in whole.items())
     rows = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["grad_norm"] > 0
-
-
-def test_missing_bitsandbytes_is_one_sentence(
-    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ImportError, match=r"student\.load.*nf4"):
-        opened(raw)

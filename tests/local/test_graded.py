@@ -11,21 +11,18 @@ import pytest
 import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
-from prime_composer.cli.report import print_outcome, print_report
-from prime_composer.local import requirements
+from prime_composer.cli.report import print_report
 from prime_composer.local.answers import KeptAnswer, read_answers, read_signatures, write_answers
 from prime_composer.local.collect import grade, rollout_metrics
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
-from prime_composer.problems import metrics
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.problems.prompts import Ends, render_answer
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.rollout import RolloutConfig
-from prime_composer.recipe.schema import EvalConfig, RecipeError
+from prime_composer.recipe.schema import EvalConfig
 from prime_composer.step.batch import Sample
 from prime_composer.step.replay import response
 from tests.local.helpers import Letters, run
@@ -154,17 +151,6 @@ def test_reward_of_a_rollout_is_that_of_its_sentence() -> None:
 # Reports ------------------------------------------------------------------------------------------
 
 
-def summary_recipe(**changed: Any) -> dict[str, Any]:
-    raw = {
-        "student": {"model": "s"},
-        "teacher": {"model": "t"},
-        "loss": {"type": "topk_reverse_kl"},
-        "data": {"kind": "summary", "metric": "rouge2"},
-        "trainer": {"steps": 4},
-    }
-    return {**raw, **changed}
-
-
 def test_report_shows_a_graded_metric_and_its_signature(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,52 +170,6 @@ def test_report_shows_a_graded_metric_and_its_signature(
     words = ("ROUGE-2", "12.3 → 34.6", "50.0", "x 100: rouge2|of the run", "(ROUGE-2 50.0) a b")
     assert [text for text in words if text not in out] == []
     assert "accuracy" not in out and "wrong" not in out
-
-
-def test_outcome_shows_graded_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table at the end of a run has each score, and the signature."""
-    recipe = parse_recipe(summary_recipe())
-    evaluations = {0: {"eval/rouge2": 0.11, "teacher/rouge2": 0.9}, 4: {"eval/rouge2": 0.21}}
-    print_outcome(evaluations, 4, recipe)
-    out = capsys.readouterr().out
-    lines = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
-    assert all(value in lines["ROUGE-2"] for value in ("90.0", "11.0", "21.0"))
-    assert "ROUGE-2 x 100: rouge2|fmeasure|stemmer:no|version:rouge-score-" in out
-
-
-# Refusals -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changed", "complaint"),
-    [
-        ({"teacher": {"policy": {"hint": "feedback"}}}, 'teacher.policy.hint = "feedback" needs'),
-        ({"teacher": {"policy": {"hint": "sibling"}}, "rollout": {"group_size": 2}},
-         'teacher.policy.hint = "sibling" needs'),
-        ({"loss": {"type": "compose", "replay": {"weight": 1.0, "loss": {"type": "simpo"}}},
-          "rollout": {"group_size": 2}}, 'replay.source = "rollouts" needs'),
-    ],
-)  # fmt: skip
-def test_graded_metric_without_right_and_wrong_is_refused(
-    changed: dict[str, Any], complaint: str
-) -> None:
-    """What takes any reward above zero for a right answer refuses rewards between."""
-    raw = summary_recipe(**changed)
-    remedy = r'data.metric = "rouge2" gives any value from 0 to 1: set it to "exact"'
-    with pytest.raises(
-        RecipeError, match=f"{complaint} answers that are right or wrong, and {remedy}"
-    ):
-        parse_recipe(raw)
-    parse_recipe({**raw, "data": {"kind": "summary", "metric": "exact"}})
-
-
-def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known before anything is prepared."""
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
-    recipe = parse_recipe(summary_recipe())
-    with pytest.raises(ValueError, match=r'metric = "rouge2" needs rouge-score: pip install'):
-        requirements.check_libraries(recipe)
 
 
 def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:

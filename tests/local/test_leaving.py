@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from prime_composer.local import checkpoint as checkpoint_module
 from prime_composer.local import disk
@@ -18,11 +17,9 @@ from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.collect import Collector
 from prime_composer.local.disk import NoRoom
 from prime_composer.local.outcome import RunStopped
-from prime_composer.local.run import checkpoints_at_once
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.local.train import train
 from prime_composer.local.watch import WatchFailed
-from prime_composer.local.watch_metrics import GROWTH
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
@@ -44,24 +41,6 @@ class ServerGone(ValueError):
 
 def steps_of(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
-
-
-def test_train_draws_nothing_from_torchs_own_generator(
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-) -> None:
-    """Disturbing it at every step changes no number, so that no checkpoint stores it."""
-
-    class Disturbing(Silent):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            torch.manual_seed(1000 + step)
-            super().step(step, metrics)
-
-    run(tiny_recipe(trainer__steps=6), tmp_path / "run", Disturbing())
-    assert_same_run(tmp_path / "run", whole)
-    state = list_checkpoints(tmp_path / "run")[-1].load()
-    assert {"optimizer", "loss", "teacher", "step"} <= state.keys() and "rng" not in state
 
 
 def test_train_error_before_the_update_saves_the_step_before(
@@ -86,9 +65,7 @@ def test_train_error_before_the_update_saves_the_step_before(
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.parametrize("owner", ["sync", pytest.param("evaluation", marks=pytest.mark.slow)])
 def test_train_error_after_the_update_saves_that_step(
-    owner: str,
     whole: Path,  # noqa: F811
     tiny_recipe: Raw,
     tmp_path: Path,
@@ -96,11 +73,8 @@ def test_train_error_after_the_update_saves_that_step(
 ) -> None:
     """Step 4 is whole when its new weights cannot be sent; its evaluation comes at the resume."""
     raw = tiny_recipe(trainer__steps=6, checkpoint__every=0)
-    target = {
-        "sync": (TransformersSampler, "update_weights", 6),  # the preflight has two
-        "evaluation": (module.Evaluator, "student", 3),
-    }[owner]
-    failing(monkeypatch, *target, ServerGone("away"))
+    # The preflight sends two.
+    failing(monkeypatch, TransformersSampler, "update_weights", 6, ServerGone("away"))
     with pytest.raises(RunStopped, match="away; step 4 is saved"):
         run(raw, tmp_path / "run")
     assert read_metrics(tmp_path / "run")[-1]["step"] == 4
@@ -183,28 +157,6 @@ def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
-def test_train_goes_on_without_lost_metrics_and_says_so(
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-) -> None:
-    """The later numbers are those of the uninterrupted run; nothing is measured as step 0 again.
-
-    Lengths have no first step to be compared with, and say so by their absence.
-    """
-    raw, display = tiny_recipe(trainer__steps=6), Silent()
-    run(raw, tmp_path / "run", Silent(interrupt_at=5))
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    run(raw, tmp_path / "run", display, resume=True)
-    said = "metrics.jsonl lacks the numbers of 5 of the steps 0 to 4"
-    assert [text for text in display.texts if said in text and text.startswith("warning: ")]
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [4, 5, 6]
-    later = numbers(whole)[-2:]
-    assert all(record.pop(GROWTH) > 0 for record in later)
-    assert numbers(tmp_path / "run")[-2:] == later
-
-
 def test_train_without_room_stops_before_the_first_step(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,17 +175,6 @@ def test_train_without_room_stops_before_the_first_step(
             recipe, problems, paths, tmp_path / "run", Silent(), begin=lambda: begun.append("begun")
         )
     assert not begun and not list((tmp_path / "run").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("every", "keep", "done", "count"), [(2, 1, 0, 2), (2, 9, 0, 3), (0, 2, 0, 1), (2, 2, 4, 2)]
-)
-def test_checkpoints_at_once_counts_those_of_the_run(
-    every: int, keep: int, done: int, count: int, tiny_recipe: Raw
-) -> None:
-    """Six steps: with ``every`` 2 three checkpoints, of which ``keep`` and a new one are there."""
-    raw = tiny_recipe(trainer__steps=6, checkpoint={"every": every, "keep": keep})
-    assert checkpoints_at_once(parse_recipe(raw), done) == count
 
 
 @pytest.mark.slow

@@ -11,12 +11,7 @@ from prime_composer.samplers import registry
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.teachers import registry as scorers
 
-ERRORS = [
-    AttributeError("no attribute 'past'"),
-    RuntimeError("no kernel"),
-    KeyError("k"),
-    TypeError(),
-]
+ERRORS = [AttributeError("no attribute 'past'"), TypeError()]
 
 
 def spec(backend: str, table: str) -> BackendSpec:
@@ -74,7 +69,7 @@ def test_library_error_of_computing_names_the_table(method, monkeypatch):
         scorer.sampler.generate([])
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), MemoryError(), ImportError("x")])
+@pytest.mark.parametrize("error", [ValueError("x"), MemoryError()])
 def test_error_with_words_of_its_own_is_left_alone(error, monkeypatch):
     monkeypatch.setitem(registry.SAMPLERS, "vllm", lambda *_: Fails(error))
     with pytest.raises(type(error)) as caught:

@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
-from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
-from tests.local.helpers import collect, copy_first_half, open_run, run
+from tests.local.helpers import copy_first_half, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -51,27 +47,6 @@ def test_distillation_loss_trains_and_logs_at_every_step(
     assert all(record["grad_norm"] > 0 and math.isfinite(record["loss"]) for record in steps)
 
 
-@pytest.fixture
-def odd_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let answers of an odd length be right."""
-    monkeypatch.setattr(
-        TokenizedProblems, "reward", lambda self, text, problem, budget: float(len(text) % 2)
-    )
-
-
-@pytest.mark.usefixtures("odd_is_right")
-def test_rl_with_a_teacher_trains_on_rewards(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """The teacher's scores are there beside the rewards of the same rollouts."""
-    raw = tiny_recipe(
-        loss={"type": "sampled_reverse_kl", "rl_mix": {"kd": 0.5}},
-        rollout={"backend": "transformers", "max_tokens": 8, "group_size": 3},
-        trainer={"steps": 2, "batch_size": 6},
-        eval={"every": 0, "size": 2, "kl_size": 2},
-    )
-    _, *steps = records(raw, tmp_path / "run")
-    assert all(step["grad_norm"] > 0 and step["sampled_reverse_kl/ref_kl"] != 0 for step in steps)
-
-
 def test_taid_schedule_moves_and_survives_a_resume(tiny_recipe: Raw, tmp_path: Path) -> None:
     """The schedule advances with optimizer steps, and a resumed run continues it."""
     raw = tiny_recipe(
@@ -107,18 +82,6 @@ def test_self_distillation_resumes_with_the_teachers_weights(
     assert [record["loss"] for record in resumed[1:]] == [record["loss"] for record in whole[1:]]
 
 
-def test_policy_teacher_scores_what_the_student_chose(tiny_recipe: Raw) -> None:
-    """The ids are the student's most probable ones without the hint."""
-    loss = {"type": "self_distillation", "k": 8, "chosen_by": "student"}
-    raw = tiny_recipe(teacher={"policy": {}}, loss=loss, rollout__max_model_len=256)
-    recipe, engine = open_run(raw)
-    with engine, torch.no_grad():
-        (one, *_) = collect(engine, recipe, 1)[0].samples
-        ids, start = one.rollout.token_ids, one.rollout.start
-        top = engine.model(ids[None]).logits[0, start - 1 : -1].topk(8).indices
-    assert torch.equal(one.scores.token_ids.sort().values, top.sort().values)
-
-
 def test_rollouts_without_a_hint_train_nothing(tiny_recipe: Raw, tmp_path: Path) -> None:
     """The tiny student is never right, so no rollout has a correct sibling; they are counted."""
     raw = tiny_recipe(
@@ -134,7 +97,6 @@ def test_rollouts_without_a_hint_train_nothing(tiny_recipe: Raw, tmp_path: Path)
 
 NEAR = {"weight": 1.0, "loss": {"type": "generalized_jsd", "k": 4}}
 OFF = {"type": "compose", "rl": {"weight": 0.0}}
-HINTED = {"weight": 1.0, "loss": {"type": "self_distillation", "k": 4}}
 
 
 @pytest.mark.parametrize(
@@ -153,36 +115,3 @@ def test_loss_that_reads_no_sampler_trains_on_solutions(
     raw = tiny_recipe(loss=loss, trainer__steps=1, rollout__student_fraction=0.0)
     step = records(raw, tmp_path / "run")[1]
     assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {"type": "sampled_reverse_kl"},
-        {"type": "self_distillation", "k": 4},
-        {"type": "compose", "distillation": {"near": NEAR}},
-        {**OFF, "distillation": {"near": NEAR, "hinted": HINTED}},
-    ],
-    ids=["sampled", "self_distillation", "rl", "channel"],
-)
-def test_loss_that_reads_the_sampler_is_refused_on_solutions(
-    loss: dict[str, Any], tiny_recipe: Raw
-) -> None:
-    """Solutions have no sampling log-probs, in a sum for any channel."""
-    raw = tiny_recipe(loss=loss, rollout__group_size=2, rollout__student_fraction=0.5)
-    words = "reads the sampler's probabilities.*student_fraction below 1 use a loss on a support"
-    with pytest.raises(RecipeError, match=words):
-        parse_recipe(raw)
-
-
-def test_sibling_hint_is_refused_beside_an_rl_term(tiny_recipe: Raw) -> None:
-    """Of a group with one correct rollout, those with a hint are the wrong ones."""
-    raw = tiny_recipe(
-        teacher={"policy": {"hint": "sibling"}},
-        loss={"type": "self_distillation", "k": 4, "rl_mix": {"form": "add", "kd": 1.0}},
-        rollout__group_size=2,
-    )
-    with pytest.raises(RecipeError, match="leaves the only correct rollout of a group out"):
-        parse_recipe(raw)
-    raw["teacher"]["policy"]["hint"] = "feedback"
-    parse_recipe(raw)

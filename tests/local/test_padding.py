@@ -170,8 +170,8 @@ def samples_of(engine: Engine) -> list[Sample]:
 @pytest.mark.parametrize(
     ("road", "k"),
     [
-        *product(("in process", "plugin"), (8, 40, "full")),
-        *product(("json",), (8, 40)),
+        *product(("in process", "plugin"), (40, "full")),
+        ("json", 8),
         *(pytest.param("vllm", k, marks=pytest.mark.vllm) for k in (8, "full")),
     ],
 )
@@ -247,7 +247,6 @@ def test_students_choice_leaves_padding_of_its_own_out(pair: Raw) -> None:
     [
         ("in process", "auto", None),
         ("in process", 40, 40),
-        ("plugin", "auto", None),
         ("json", "auto", 8),
     ],
 )
@@ -280,8 +279,6 @@ def test_evaluation_of_any_pair_equals_plain_float64(
 
 LOSSES: dict[str, dict[str, Any]] = {
     "renorm": {"type": "topk_forward_kl", "k": 8, "normalization": "renorm"},
-    "whole": {"type": "generalized_jsd", "k": "full", "normalization": "full"},
-    "sampled": {"type": "sampled_reverse_kl"},
     "head and tail": {"type": "head_tail_reverse_kl", "k": 8},
 }
 
@@ -298,17 +295,6 @@ def test_run_of_unequal_heads_trains(
     for row in steps:
         assert math.isfinite(row["loss"]) and row["grad_norm"] > 0
         assert ("rollout/padding_ids" in row) == (wider == "student")
-
-
-@pytest.mark.parametrize("wider", WIDER)
-def test_preflight_says_the_sizes_of_unequal_heads(pair: Raw, wider: str) -> None:
-    recipe, engine = open_run(pair(wider))
-    with engine:
-        (warning,) = preflight(engine, recipe, lambda text: None).warnings
-    sizes = {"student": (VOCAB + EXTRA, VOCAB), "teacher": (VOCAB, VOCAB + EXTRA)}[wider]
-    assert f"student's head has {sizes[0]} entries and the teacher's {sizes[1]}" in warning
-    assert f"Ids from {VOCAB} on belong to the tail" in warning
-    assert (f"the teacher reads id {VOCAB - 1} in its place" in warning) == (wider == "student")
 
 
 @pytest.mark.parametrize("wider", WIDER)

@@ -1,6 +1,5 @@
 """Checks before the first step: what is refused, and with which remedy."""
 
-import copy
 import json
 import shutil
 from contextlib import closing, nullcontext
@@ -15,28 +14,22 @@ from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
 from prime_composer.local.context import check_fits
-from prime_composer.local.preflight import own_scores, preflight, sampling_warnings
-from prime_composer.local.weight_sync import check_weight_sync, perturbed
+from prime_composer.local.preflight import own_scores, preflight
+from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import RolloutConfig
 from prime_composer.samplers.transformers import TransformersSampler
-from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.step.batch import Sample
 from prime_composer.teachers.compatibility import (
     PreflightError,
-    check_ids,
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
-    common_ends,
-    tokenizer_hash,
 )
 from prime_composer.teachers.server import ServerScorer
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import Silent, open_run, opened, run, tiny_models
+from tests.local.helpers import open_run, opened, run, tiny_models
 
-VOCAB = 131
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
 
 
@@ -61,11 +54,6 @@ def make_tokenizer(words, merges=(), eos="<eos>", unknown="<unk>"):
 WORDS = ["<unk>", "<eos>", "<pad>", "sold", "clips", "May", "72"]
 
 
-def test_same_tokenizer_passes_without_a_warning():
-    check_tokenizers(make_tokenizer(WORDS), make_tokenizer(WORDS))
-    assert tokenizer_hash(make_tokenizer(WORDS)) == tokenizer_hash(make_tokenizer(WORDS))
-
-
 LETTERS = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"]
 
 
@@ -87,23 +75,12 @@ def test_vocabularies_with_swapped_ids_are_refused(student, teacher, words):
         check_tokenizers(make_tokenizer(*student), make_tokenizer(*teacher))
 
 
-def test_common_ends_warn_of_an_end_that_a_teacher_lacks():
-    """The teacher's end is one of the run's; the student's is said to be improbable for it."""
-    ends, lines = common_ends(make_tokenizer(WORDS), {1}, set(), {"[teacher]": {2}})
-    assert (ends.ids, ends.answer) == ((1, 2), 1)
-    assert len(lines) == 2
-    assert "warning" in lines[0] and "[teacher]" in lines[0] and "'<eos>' (1)" in lines[0]
-    assert "'<pad>' (2)" in lines[1] and "rollout.stop" in lines[1]
-
-
 @pytest.mark.parametrize(
     ("student", "teacher", "limit", "k", "message"),
     [
         (6, 7, 20, 4, "7 tokens and the student's head 6 entries; resize"),
         (7, 6, 20, 4, "7 tokens and the teacher's head 6 entries; choose"),
-        (8, 8, 20, 9, "K = 9 and the vocabulary has 8 entries; set k to at most that"),
         (64, 64, 20, 32, "K = 32 teacher log-probs .* answers at most 20; .*--max-logprobs 32"),
-        (64, 64, 20, "full", "K = 64 teacher log-probs per token"),
         (64, 72, 72, "full", "student's has 64 entries and the teacher's 72"),
     ],
 )
@@ -113,39 +90,18 @@ def test_k_or_head_out_of_reach_names_sizes_and_remedy(student, teacher, limit, 
         check_vocabularies(student, limits, len(WORDS), k)
 
 
-def test_differently_padded_heads_warn_with_a_top_k():
-    limits = Limits(vocab_size=72, max_logprobs=20)
-    (warning,) = check_vocabularies(64, limits, len(WORDS), 4)
-    assert "64 entries and the teacher's 72 for 7 tokens" in warning
-    assert check_vocabularies(72, limits, len(WORDS), 4) == []
-
-
 @pytest.mark.parametrize(
-    ("reader", "lengths", "held_out", "max_tokens", "message"),
+    ("reader", "max_tokens", "message"),
     [
-        ("teacher's scorer", [20], [], 9, None),
-        ("teacher's scorer", [3, 20], [], 10, "longest prompt .* is 30, .* takes 29; .* to 31"),
-        ("student's sampler", [3, 20], [], 10, None),
-        ("student's sampler", [3], [20], 11, "held-out prompt has 20 .* 11 new .* 31, .* takes 30"),
+        ("teacher's scorer", 9, None),
+        ("teacher's scorer", 10, "longest prompt .* is 30, .* takes 29; .* to 31"),
+        ("student's sampler", 10, None),
     ],
 )
-def test_context_too_short_names_the_length_to_set(reader, lengths, held_out, max_tokens, message):
-    asked = reader, 30, {"prompt": lengths, "held-out prompt": held_out}, max_tokens
+def test_context_too_short_names_the_length_to_set(reader, max_tokens, message):
+    asked = reader, 30, {"prompt": [3, 20]}, max_tokens
     with pytest.raises(PreflightError, match=message) if message else nullcontext():
         check_fits(*asked)
-
-
-def test_temperature_and_nucleus_are_a_warning_each():
-    assert sampling_warnings(RolloutConfig()) == []
-    warnings = sampling_warnings(RolloutConfig(temperature=0.6, top_p=0.9))
-    assert ["temperature is 0.6" in warnings[0], "top_p is 0.9" in warnings[1]] == [True, True]
-
-
-def test_perturbed_weights_are_restored_bit_for_bit(tied_model):
-    before = copy.deepcopy(tied_model.state_dict())
-    with perturbed(tied_model):
-        assert not any(torch.equal(v, before[k]) for k, v in tied_model.state_dict().items())
-    assert all(torch.equal(v, before[k]) for k, v in tied_model.state_dict().items())
 
 
 @pytest.fixture
@@ -234,14 +190,6 @@ def alien_scores(token):
     """Scores of four tokens whose last position lists an id."""
     ids = torch.tensor([[5, 6], [5, 6], [5, 6], [5, token]])
     return Scores(torch.full((4,), -3.0), ids, torch.full((4, 2), -1.0))
-
-
-@pytest.mark.parametrize("token", [VOCAB + MOST_PADDING, 10**6, -1])
-def test_ids_beyond_the_students_head_are_refused(token):
-    """A teacher of another vocabulary is named with the id and the size of the head."""
-    check_ids(alien_scores(VOCAB + MOST_PADDING - 1), VOCAB)
-    with pytest.raises(PreflightError, match=f"puts id {token} into .* has 131 entries"):
-        check_ids(alien_scores(token), VOCAB)
 
 
 def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe, monkeypatch):
@@ -357,7 +305,6 @@ SIBLING = {"hint": "sibling", "template": "{question} {hint}"}
     [
         # E_p[grad log p] = 0: it would walk at random.
         ({"loss": {"type": "sft"}}, r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"),
-        (hinted({}, max_model_len=100), "with a hint takes 100; raise rollout.max_model_len"),
         (
             hinted({"template": "{question} {hint}" + " x" * 150}, max_model_len=1000),
             "the student with a hint takes 256;",
@@ -368,24 +315,12 @@ SIBLING = {"hint": "sibling", "template": "{question} {hint}"}
             "with a hint takes 200; raise rollout.max_model_len",
         ),
     ],
-    ids=["sft", "context", "positions", "sibling"],
+    ids=["sft", "positions", "sibling"],
 )
 def test_preflight_refuses_what_cannot_train(changes, message, tiny_recipe, tmp_path):
     """The longest hint, attempt and response are compared with the context and the positions."""
     with pytest.raises(PreflightError, match=message):
         run(tiny_recipe(**changes), tmp_path / "run")
-
-
-@pytest.mark.parametrize("plugin", [False, True])
-def test_served_teacher_says_its_precision(plugin, tiny_recipe, tmp_path):
-    """The plugin knows what it computes in; without it the run says that it does not know."""
-    folders, display = tiny_models(TINY_RECIPE), Silent()
-    with SpoilingServer(folders["teacher"], plugin=plugin) as server:
-        teacher = {"model": str(folders["teacher"]), "url": server.url}
-        student = {"model": str(folders["student"])}
-        run(tiny_recipe(student=student, teacher=teacher, trainer__steps=1), tmp_path, display)
-    (line,) = [text for text in display.texts if text.startswith("the teacher's server")]
-    assert line.endswith("answers in float32" if plugin else "in which precision it answers")
 
 
 OTHERWISE = "mean log-prob of -.* where it samples them, and of -.* adapter merged into its model"
@@ -395,7 +330,6 @@ OTHERWISE = "mean log-prob of -.* where it samples them, and of -.* adapter merg
 @pytest.mark.parametrize(
     ("mode", "road", "expected"),
     [
-        (None, None, None),
         ("other_model", "{}", OTHERWISE),
         ("status_404", "sampling", "does not generate"),
     ],
@@ -403,19 +337,18 @@ OTHERWISE = "mean log-prob of -.* where it samples them, and of -.* adapter merg
 def test_server_that_scores_otherwise_than_it_samples_is_refused(
     mode, road, expected, plugin, tiny_recipe, tmp_path
 ):
-    """As vLLM does with a LoRA adapter on the output head; a request with known scores passes."""
+    """As vLLM does with a LoRA adapter on the output head. One that samples nothing is said."""
     models = tiny_models(tiny_recipe())
     other = load_model(models["teacher"])
     with torch.no_grad():
         other.lm_head.weight.mul_(-2)
     other.save_pretrained(tmp_path)
     with SpoilingServer(models["teacher"], plugin=plugin, other=tmp_path) as server:
-        if mode is not None:
-            server.spoil(mode, road=road.format("binary" if plugin else "scoring"))
+        server.spoil(mode, road=road.format("binary" if plugin else "scoring"))
         with closing(ServerScorer(server.url, server.model)) as scorer:
             if expected is OTHERWISE:
                 with pytest.raises(PreflightError, match=expected):
                     own_scores(scorer, [5, 6, 7])
                 return
-            found = own_scores(scorer, [5, 6, 7])
-    assert [expected in one for one in found] == [True] * (expected is not None)
+            (found,) = own_scores(scorer, [5, 6, 7])
+    assert expected in found

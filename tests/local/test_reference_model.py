@@ -63,19 +63,9 @@ def test_reference_is_the_start_also_after_a_resume(
     assert [one["loss"] for one in resumed[1:]] == [one["loss"] for one in runs["g_opd"][1:]]
 
 
-@pytest.mark.parametrize(
-    ("reference", "words"),
-    [
-        ({"prepare": {**THIRD["prepare"], "vocab_size": 310}}, r"^\[reference\]: "),
-        ({"model": "./nowhere"}, r"reference.*nowhere"),
-    ],
-)
-def test_reference_that_does_not_fit_is_refused(
-    reference: dict[str, Any], words: str, tiny_recipe: Raw
-) -> None:
-    """Of another vocabulary, or missing: ``check`` names the table."""
+def test_reference_of_another_vocabulary_is_refused(tiny_recipe: Raw) -> None:
+    reference = {"prepare": {**THIRD["prepare"], "vocab_size": 310}}
     raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=reference)
-    if "prepare" in reference:
-        tiny_models(raw)
-    with pytest.raises(ValueError, match=words):
+    tiny_models(raw)
+    with pytest.raises(ValueError, match=r"^\[reference\]: "):
         planned(raw)

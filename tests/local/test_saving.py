@@ -99,27 +99,6 @@ def test_run_that_could_not_save_ends_before_step_one(
     assert not (output / "metrics.jsonl").exists()
 
 
-class Broken:
-    """A part of a student that fails where a checkpoint is written."""
-
-    def __init__(self, part: Any, error: Exception):
-        self._part, self._error = part, error
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-    def save_pretrained(self, *_: object, **__: object) -> None:
-        raise self._error
-
-
-def test_part_that_cannot_be_written_is_named(student: Path):
-    """Whatever the libraries raise becomes one sentence, with their error as its cause."""
-    broken: Any = Broken(load_model(student), TypeError("no such kind"))
-    with pytest.raises(ModelUnavailable, match=r"^\[student\].*no such kind") as caught:
-        try_saving(broken, load_tokenizer(student))
-    assert isinstance(caught.value.__cause__, TypeError)
-
-
 def test_tokenizer_that_comes_back_as_another_is_refused(
     student: Path, monkeypatch: pytest.MonkeyPatch
 ):

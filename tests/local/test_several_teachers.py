@@ -191,23 +191,6 @@ def limit_context(engine: Engine, teacher: TeacherId, max_model_len: int) -> Non
     scorer.limits = replace(scorer.limits, max_model_len=max_model_len)
 
 
-def test_mixture_of_a_teacher_with_itself_is_that_teacher(tmp_path: Path) -> None:
-    """Two teachers with the same weights give the loss and the gradient of one of them."""
-    records = []
-    for name, teacher in (("mixed", {"short": 0.5, "long": 0.5}), ("one", "short")):
-        table = raw(
-            teachers={name: {"prepare": TINY_MODEL} for name in ("short", "long")},
-            environments__sums__teacher=teacher,
-            environments__chains__teacher=teacher,
-            loss__k=4,
-        )
-        run(table, tmp_path / name)
-        records.append([record for record in read_metrics(tmp_path / name) if "loss" in record])
-    for mixed, one in zip(*records, strict=True):
-        assert mixed["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert mixed["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-
-
 def test_rows_are_scored_by_the_teacher_that_they_name(tmp_path: Path) -> None:
     """A row's teacher comes before the environment's; an unknown name is an error."""
     path = tmp_path / "rows.jsonl"

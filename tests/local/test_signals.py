@@ -46,20 +46,6 @@ def test_signal_in_a_step_is_noted_and_a_second_one_stops(signum: int) -> None:
     assert caught.value.signum == signal.SIGTERM and isinstance(caught.value, KeyboardInterrupt)
 
 
-def test_signal_while_a_server_is_waited_for_gives_up_the_step() -> None:
-    """The wait may last ten minutes. What is no wait is finished."""
-    stop = StopRequest()
-    with finishing_the_step(stop):
-        with pytest.raises(StepAbandoned), stop.may_interrupt():
-            stop.wait_begins()
-            send(signal.SIGTERM)
-        assert stop.signum == signal.SIGTERM and not stop.waiting
-    stop = StopRequest()
-    with finishing_the_step(stop), stop.may_interrupt():
-        send(signal.SIGTERM)
-    assert stop.requested
-
-
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_signal_that_a_library_renames_still_stops(signum: int) -> None:
     """transformers reports whatever ends one of its imports as a missing module."""

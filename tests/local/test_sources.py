@@ -25,13 +25,6 @@ def raw(**environments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_load_sources_loads_the_problems() -> None:
-    """Each environment's, under its name."""
-    problems = load_sources(parse_recipe(raw(sums={"size": 20})))
-    assert {problem.environment for problem in problems.practice} == {"sums"}
-    assert list(problems.sources) == ["sums"]
-
-
 @pytest.mark.parametrize("words", [("rl", "--engine", "local", "--dry-run"), ("probe",)])
 def test_environment_by_id_is_refused_by_name(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -24,9 +24,10 @@ def test_stops_of_all_ids_are_those_of_the_heads(
 ) -> None:
     """Step by step, by a top K that is the vocabulary, and by hidden states."""
     of = {"type": name, "stops": STOPS}
-    ids = steps(tiny_recipe(loss={**of, "k": VOCAB}), tmp_path / "ids")
-    states = steps(tiny_recipe(loss={**of, "k": "full"}), tmp_path / "states")
-    plain = steps(tiny_recipe(loss={"type": name, "k": VOCAB}), tmp_path / "plain")
+    short = {"trainer__steps": 2, "eval__every": 0, "eval__kl_size": 0}
+    ids = steps(tiny_recipe(loss={**of, "k": VOCAB}, **short), tmp_path / "ids")
+    states = steps(tiny_recipe(loss={**of, "k": "full"}, **short), tmp_path / "states")
+    plain = steps(tiny_recipe(loss={"type": name, "k": VOCAB}, **short), tmp_path / "plain")
     losses = [[row["loss"] for row in rows] for rows in (ids, states, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][0] < losses[2][0]  # fewer outcomes

@@ -1,7 +1,6 @@
 """Whole runs with a tape of their teacher."""
 
 import copy
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,18 +10,14 @@ import pytest
 import torch
 
 from prime_composer.cli.commands import main
-from prime_composer.local.dry_run import dry_run
-from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
 from prime_composer.teachers.tape.store import FILES, TapeError, inspect
 from prime_composer.teachers.transformers import TransformersScorer
-from prime_composer.tiny_models.cache import prepare_configs
 from tests.command import numbers, toml
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import Silent, copy_first_half, run, tiny_models, weights
+from tests.local.helpers import copy_first_half, run, tiny_models, weights
 from tests.teachers.own import own_recipe
 
 Raw = Callable[..., dict[str, Any]]
@@ -55,8 +50,6 @@ def without_teacher(raw: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 LOSSES = {
-    "top K": {"type": "topk_reverse_kl", "k": 8},
-    "sampled": {"type": "sampled_reverse_kl"},
     "whole": {"type": "generalized_jsd", "k": "full"},
     "chosen": {"type": "topk_reverse_kl", "k": 4, "chosen_by": "student"},
 }
@@ -86,7 +79,7 @@ def test_run_with_a_full_tape_asks_nothing(
 
 
 def test_run_with_a_tape_resumes_bit_exactly(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Killed after its third step, whose answers were kept, or with half of them."""
+    """Killed after its second step; half of the answers are kept."""
     raw = tiny_recipe(checkpoint={"every": 2, "keep": 2})
     run(raw, tmp_path / "plain")
     whole = tmp_path / "tape"
@@ -95,18 +88,15 @@ def test_run_with_a_tape_resumes_bit_exactly(tiny_recipe: Raw, tmp_path: Path) -
     assert equal_weights(tmp_path / "whole", tmp_path / "plain")
     copy_first_half(tmp_path / "whole", tmp_path / "cut")
     files = sorted(whole.glob(FILES), key=lambda path: path.stat().st_mtime_ns)
-    for share in (1.0, 0.8, 0.5):
-        for file in {*whole.glob(FILES)} - {*files[: int(share * len(files))]}:
-            file.unlink()
-        again = tmp_path / f"again {share}"
-        shutil.copytree(tmp_path / "cut", again)
-        run(raw, again, resume=True)
-        assert numbers(again) == numbers(tmp_path / "plain")
-        assert equal_weights(again, tmp_path / "plain")
+    for file in files[len(files) // 2 :]:
+        file.unlink()
+    run(raw, tmp_path / "cut", resume=True)
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "plain")
+    assert equal_weights(tmp_path / "cut", tmp_path / "plain")
 
 
 def test_run_of_another_recipe_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Another teacher, another backend's precision, another student's tokenizer: at the start."""
+    """Another teacher, or another backend's precision: at the start."""
     raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"), trainer__steps=1)
     run(raw, tmp_path / "first")
     other = copy.deepcopy(raw)
@@ -117,14 +107,6 @@ def test_run_of_another_recipe_is_refused(tiny_recipe: Raw, tmp_path: Path) -> N
     half["teacher"]["dtype"] = "bfloat16"
     with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
         run(half, tmp_path / "half")
-    tokens = copy.deepcopy(raw)
-    for table in ("teacher", "student"):
-        tokens[table]["prepare"]["vocab_size"] = 310
-    with pytest.raises(TapeError, match="student_tokenizer was"):
-        run(without_teacher(tokens), tmp_path / "tokens")
-    named = without_teacher(raw, prepare={**TINY_MODEL, "seed": 4})
-    with pytest.raises(TapeError, match="model was"):
-        run(named, tmp_path / "named")
 
 
 def test_tape_make_scores_the_datas_answers(
@@ -156,27 +138,6 @@ def test_tape_make_scores_the_datas_answers(
     )
     assert ours[0]["teacher/accuracy"] == theirs[0]["teacher/accuracy"]
     assert "eval/reverse_kl" not in ours[0] and "eval/reverse_kl" in theirs[0]
-
-
-def test_run_without_teacher_says_once_what_it_lacks(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """The KL of the trained student, whose rollouts are new ones, and not of the first evaluation.
-
-    The start's are on the tape, as a run of one step with the teacher has left them.
-    """
-    raw = tiny_recipe(
-        rollout__student_fraction=0.0, data__size=20, teacher__tape=str(tmp_path / "tape"),
-        trainer__steps=2,
-    )  # fmt: skip
-    raw["eval"]["every"] = 1
-    run(raw, tmp_path / "first")
-    other = without_teacher(raw)
-    other["trainer"]["lr"] = 20 * raw["trainer"]["lr"]
-    display = Silent()
-    run(other, tmp_path / "alone", display)
-    measured = ["eval/reverse_kl" in one for one in numbers(tmp_path / "alone")]
-    assert measured == [True, False, False]
-    (warning,) = (text for text in display.texts if "cannot be measured" in text)
-    assert "warning: step 1: the KL" in warning and "tape_only = false" in warning
 
 
 def test_run_without_teacher_reads_its_tokenizer_alone(tiny_recipe: Raw, tmp_path: Path) -> None:
@@ -217,54 +178,6 @@ def test_tape_make_with_several_teachers_fills_each(tiny_recipe: Raw, tmp_path: 
     assert last["first/tape/read"] == last["second/tape/read"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"teacher": {"policy": {}, "tape": "t"}, "loss": {"type": "self_distillation"}},
-         "`tape` keeps the answers of a fixed teacher"),
-        ({"teacher__tape_only": True}, "`tape_only` lets a tape answer: name its folder"),
-        ({"teacher": {"tape": "t", "tape_only": True, "tokenizer": "own"}}, "not its tokenizer"),
-        ({"reference": {"start": True, "tape": "t"}, "teacher__tape": "t",
-          "loss": {"type": "sampled_reverse_kl"}}, "have the same tape"),
-        (
-            {"teacher": {"tape": "t"}},
-            "exactly one of `model`, `prepare`, `policy` and `base = true`",
-        ),
-        ({"teacher__tape": "t", "teacher__tape_gb": 0}, "tape_gb"),
-    ],
-)  # fmt: skip
-def test_recipe_with_an_impossible_tape_is_refused(
-    changes: Any, named: str, tiny_recipe: Raw
-) -> None:
-    """By its key, with the remedy."""
-    with pytest.raises(RecipeError, match=named):
-        parse_recipe(tiny_recipe(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, r"\[teacher\] it names no `tape`"),
-        ({"teacher__tape": "t", "teacher__tape_only": True}, "tape_only = true opens no teacher"),
-        ({"teacher__tape": "t", "loss__chosen_by": "student"}, "the ids depend on the student's"),
-        ({"teacher__tape": "t", "loss": {"type": "sft"}}, "no teacher scores anything"),
-        ({"teacher__tape": "t"}, r"student_fraction = 1, .*never reads.*Set student_fraction"),
-        ({"teacher__tape": "t", "rollout__student_fraction": 0.5,
-          "rollout__other_source": "teacher"}, 'other_source = "teacher".*or let a run'),
-    ],
-)  # fmt: skip
-def test_tape_make_refuses_what_it_cannot_score(
-    changes: Any, named: str, tiny_recipe: Raw, tmp_path: Path, capsys: Any
-) -> None:
-    """In one sentence, before a model is opened."""
-    if changes.get("loss"):
-        changes = {**changes, "rollout__student_fraction": 0.0}
-    config = tmp_path / "recipe.toml"
-    config.write_text(toml(tiny_recipe(**changes)))
-    assert main(["tape", "make", "--config", str(config)]) == 2
-    assert re.search(named, capsys.readouterr().err)
-
-
 def test_tape_check_says_what_is_damaged(tiny_recipe: Raw, tmp_path: Path, capsys: Any) -> None:
     """By exit status too. A folder that is no tape is a user's mistake."""
     run(tiny_recipe(teacher__tape=str(tmp_path / "tape"), trainer__steps=1), tmp_path / "run")
@@ -278,16 +191,3 @@ def test_tape_check_says_what_is_damaged(tiny_recipe: Raw, tmp_path: Path, capsy
     assert "is not as written" in capsys.readouterr().err
     assert main(["tape", "check", str(tmp_path)]) == 2
     assert main(["tape", "check"]) == 2
-
-
-def test_plan_and_probe_know_a_tape(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """A dry run opens no teacher where the tape alone answers, and a probe has none to measure."""
-    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"))
-    recipe, alone = parse_recipe(raw), parse_recipe(without_teacher(raw))
-    problems = load_problem_set(recipe.sources)
-    tiny_models(raw)
-    assert set(prepare_configs(alone)) == {"student"}
-    assert f"teacher: the tape {tmp_path / 'tape'} keeps its answers" in dry_run(recipe, problems)
-    assert any("alone answers" in line for line in dry_run(alone, problems))
-    (finding,) = probe(alone, problems, {}, lambda text: None).findings
-    assert finding.state == "failed" and "--set teacher.tape_only=false" in finding.text

@@ -22,18 +22,6 @@ def write(run_dir: Path, steps: int) -> None:
             tracker.log(step, {"loss": step / 2})
 
 
-def test_tracker_resumed_drops_newer_records(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    with Tracker(tmp_path, QUIET, resume_step=2) as tracker:
-        tracker.log(3, {"loss": 9.0})
-    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [
-        (0, 0.0),
-        (1, 0.5),
-        (2, 1.0),
-        (3, 9.0),
-    ]
-
-
 def test_read_metrics_leaves_out_a_cut_last_line(tmp_path: Path) -> None:
     write(tmp_path, 2)
     path = tmp_path / METRICS_FILE
@@ -48,13 +36,10 @@ def test_read_metrics_leaves_out_a_cut_last_line(tmp_path: Path) -> None:
     ("damage", "said", "kept"),
     [
         ([0, 1, 2, 3], None, [0, 1, 2, 3]),
-        ([0, 1], "lacks the numbers of 2 of the steps 0 to 3 (a crash", [0, 1]),
         ([0, "{", 2, 2, "5", "\0\0"], "lacks the numbers of 2 of the steps 0 to 3", [0, 2]),
-        ([1, 2, 3], "lacks the numbers of 1 of the steps 0 to 3", [1, 2, 3]),
-        ([], "lacks the numbers of 4 of the steps 0 to 3", []),
         (None, "lacks the numbers of 4 of the steps 0 to 3", []),
     ],
-    ids=["whole", "end", "middle", "start", "empty", "gone"],
+    ids=["whole", "middle", "gone"],
 )
 def test_tracker_says_which_records_are_lost(
     damage: list[Any] | None, said: str | None, kept: list[int], tmp_path: Path
@@ -68,17 +53,6 @@ def test_tracker_says_which_records_are_lost(
         tracker.log(4, {"loss": 1.0})
     assert [said in text and text.startswith("warning: ") for text in texts] == [True] * bool(said)
     assert [record["step"] for record in read_metrics(tmp_path)] == [*kept, 4]
-
-
-def test_tracker_amends_the_record_of_a_step(tmp_path: Path) -> None:
-    write(tmp_path, 3)
-    with Tracker(tmp_path, QUIET, resume_step=2) as tracker:
-        tracker.amend(2, {"eval/accuracy": 0.5})
-        tracker.log(3, {"loss": 9.0})
-    assert read_metrics(tmp_path)[2:] == [
-        {"step": 2, "loss": 1.0, "eval/accuracy": 0.5},
-        {"step": 3, "loss": 9.0},
-    ]
 
 
 def test_tracker_writes_a_record_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -149,13 +123,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 WANDB = LoggingConfig(tensorboard=False, wandb={"project": "p"})
 
 
-def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, wandb: list[Any]) -> None:
-    with Tracker(tmp_path, WANDB) as tracker:
-        tracker.log(1, {"loss": 0.5})
-    assert (wandb[0]["project"], wandb[0]["name"], wandb[0]["id"]) == ("p", tmp_path.name, None)
-    assert wandb[1:] == [(1, {"loss": 0.5}), "finished"]
-
-
 def test_resumed_run_continues_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
     """Each new run has one of its own, and so has one that was begun without W&B."""
     for name in ("one", "two", "without"):
@@ -169,9 +136,3 @@ def test_resumed_run_continues_its_own_wandb_run(tmp_path: Path, wandb: list[Any
     ids = [None, None, "run-1", "run-1", None, "run-3"]
     assert [entry["id"] for entry in settings] == ids
     assert settings[2]["resume"] == settings[3]["resume"] == "allow"
-
-
-def test_missing_wandb_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        Tracker(tmp_path, WANDB)

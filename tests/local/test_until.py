@@ -8,7 +8,7 @@ import pytest
 
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.evaluate import Evaluator
-from tests.local.helpers import Silent, planned, run
+from tests.local.helpers import Silent, run
 
 Raw = Callable[..., dict[str, Any]]
 METRIC = "eval/accuracy"
@@ -49,29 +49,3 @@ def test_run_ends_where_the_metric_is_on_its_plateau(
     again = Silent()  # resumed, it trains no more
     outcome = run(of_until(tiny_recipe), tmp_path / "run", again, resume=True)
     assert (outcome.steps, outcome.best, outcome.interrupted, again.steps) == (6, 2, False, [])
-
-
-def test_kill_before_the_evaluation_that_decides_changes_nothing(
-    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """The process ends without a checkpoint after step 5, and steps 6 and its evaluation repeat."""
-    accuracies += [0.25, 0.5, 0.25]
-
-    class Killed(Silent):
-        def step(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 6:
-                raise KeyboardInterrupt  # as a second Ctrl-C: nothing is saved
-
-    raw = of_until(tiny_recipe)
-    accuracies.append(0.5)
-    with pytest.raises(KeyboardInterrupt):
-        run(raw, tmp_path / "run", Killed())
-    assert [one.step for one in list_checkpoints(tmp_path / "run")] == [5]
-    accuracies.append(0.5)
-    outcome = run(raw, tmp_path / "run", resume=True)
-    assert (outcome.steps, outcome.best) == (6, 2)
-
-
-def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:
-    line = "ends earlier where eval/accuracy is no better at 2 evaluations"
-    assert line in planned(of_until(tiny_recipe))

@@ -21,7 +21,6 @@ from prime_composer.recipe.schema import RecipeError, TrainerConfig
 from prime_composer.step.batch import Batch, PreferencePair, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.student_forward import student_inputs
-from prime_composer.teachers.output_head import teacher_head
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import (
     VOCAB,
@@ -131,40 +130,6 @@ def test_gradient_is_that_of_the_kl_over_whole_softmaxes(
             torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
 
 
-OUTSIDE = """
-from typing import Literal
-from prime_composer import LossInputs, LossOutputs
-from prime_composer.losses import SupportLossConfig
-from prime_composer.losses.shared.support_divergence import support_divergence
-
-
-class Config(SupportLossConfig):
-    type: Literal["outside_kl:loss"] = "outside_kl:loss"
-
-
-def loss(inputs: LossInputs, config: Config) -> LossOutputs:
-    return support_divergence(inputs, config, kl)
-
-
-def kl(log_p, log_q, *, normalization):
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-"""
-
-
-def test_outside_loss_trains_on_hidden_states(
-    student: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the scorers' states of two teachers to the gradient of the model."""
-    (tmp_path / "outside_kl.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0], [0.3, 0.7]] * 2)
-    expected, expected_gradients = plain(student, samples)
-    measured, found = gradients(student, samples, {"type": "outside_kl:loss", "k": "full"})
-    assert measured["loss"] == pytest.approx(expected, rel=1e-6)
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
-
-
 def test_gradient_in_bfloat16_is_the_same_in_small_batches() -> None:
     """Half precision is a percent off the numbers of one micro-batch in float32."""
     model, _ = load_student(tiny_models(TINY_RECIPE)["student"])
@@ -214,35 +179,21 @@ def test_states_of_another_head_are_refused(student: torch.nn.Module) -> None:
         student_inputs(student, samples)
 
 
-def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None:
-    """What a bfloat16 server calls its distribution is that of rounded logits."""
-    samples = with_states(random_samples(LENGTHS, k=1), [[0.0, 1.0]] * 4)
-    weight = samples[0].scores.hidden[0].head.weight.bfloat16()
-    states = samples[0].scores.hidden[0].states
-    logits = teacher_head(torch.bfloat16, weight, None).over(states)
-    assert logits.rounded_to == torch.bfloat16 and logits.hidden.dtype == torch.bfloat16
-    kept = teacher_head(torch.float32, weight, None).over(states)
-    assert kept.rounded_to is None and kept.weight is weight
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("topk_reverse_kl", "topk_reverse_kl/kl"), ("todi", "todi/divergence")],
-)
 def test_run_by_hidden_states_equals_a_run_on_all_ids(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same losses, step by step, as by log-probs of every id."""
-    table = tiny_recipe(**FULL, loss__type=name)
+    table = tiny_recipe(**FULL, loss__type="todi", trainer__steps=2)
     run(table, tmp_path / "states")
     config = type(parse_recipe(table).loss)
     monkeypatch.setattr(config, "comparison_need", "support")
     run(table, tmp_path / "ids")
     states, ids = (read_metrics(tmp_path / name) for name in ("states", "ids"))
-    assert [row[key] for row in states if key in row] == pytest.approx(
-        [row[key] for row in ids if key in row], rel=1e-4
+    key = "todi/divergence"
+    assert [row[key] for row in states[1:]] == pytest.approx(
+        [row[key] for row in ids[1:]], rel=1e-4
     )
-    assert f"{name}/student_mass" in ids[-1] and f"{name}/student_mass" not in states[-1]
+    assert "todi/student_mass" in ids[-1] and "todi/student_mass" not in states[-1]
 
 
 def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
