@@ -96,12 +96,6 @@ def test_meeting_refuses_a_teacher_with_another_tokenizer(meet):
         meet(reading_as(wrapped(TEACHER)))
 
 
-def test_meeting_asks_a_server_once(meet):
-    asked = []
-    meet(reading_as(wrapped(STUDENT), asked))
-    assert asked.count("/tokenize") == 3 and asked.count("/detokenize") == 1
-
-
 def test_meeting_names_a_window_below_the_runs_sequences(meet, capfd):
     meet(reading_as(wrapped(STUDENT)))
     said = capfd.readouterr().err

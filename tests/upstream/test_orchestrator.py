@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import sys
-import threading
 import types
 
 import pytest
@@ -26,7 +25,7 @@ from prime_composer.upstream.orchestrator.client import (  # noqa: E402
 )
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.silent_hook import SilentHook  # noqa: E402
-from prime_composer.upstream.teachers import header_entries, read_entries  # noqa: E402
+from prime_composer.upstream.teachers import header_entries  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import HEADER  # noqa: E402
 from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
@@ -137,54 +136,26 @@ def test_request_whose_k_is_refused_says_how_to_start_the_server():
         score(Client(error=error), k=32)
 
 
-def test_requests_are_limited_and_parsed_one_by_one(monkeypatch):
-    """All rollouts of a batch may come at once."""
-    flying, parsing, most = set(), set(), [0, 0]
-    lock = threading.Lock()
+def test_requests_are_sent_a_few_at_a_time():
+    """All rollouts of a batch may come at once. One that fails gives its place back."""
+    flying, most = [], []
 
-    def note():
-        with lock:
-            most[0], most[1] = max(most[0], len(flying)), max(most[1], len(parsing))
-
-    class Counting(Client):
+    class Failing(Client):
         async def post(self, url, cast_to, body, stream):
-            flying.add(body["token_ids"][0])
+            flying.append(body)
+            most.append(len(flying))
             await asyncio.sleep(0)
-            note()
-            return Response(b"")
-
-    def slow_parse(content, sequence, k, origin):
-        token_ids = sequence.token_ids
-        parsing.add(token_ids[0])
-        note()
-        threading.Event().wait(1e-4)  # others could come in between
-        parsing.remove(token_ids[0])
-        flying.remove(token_ids[0])
-        return token_ids[0]
-
-    monkeypatch.setattr("prime_composer.teachers.client.read_json_response", slow_parse)
-    requests, count = Requests(), 3 * IN_FLIGHT
+            flying.remove(body)
+            raise OSError("Connection error.")
 
     async def batch():
-        calls = (requests.score(Counting(), "teacher", [i], 2) for i in range(count))
-        return await asyncio.gather(*calls)
+        calls = (requests.score(Failing(), "t", [i], 2) for i in range(3 * IN_FLIGHT))
+        return await asyncio.gather(*calls, return_exceptions=True)
 
+    requests = Requests()
     for _ in range(2):  # each in an event loop of its own
-        assert asyncio.run(batch()) == list(range(count))
-    assert most == [IN_FLIGHT, 1]
-
-
-def test_request_that_fails_gives_its_place_back():
-    requests = Requests(in_flight=1)
-
-    async def after_failures():
-        for _ in range(2):
-            with pytest.raises(OSError):
-                failing = Client(error=OSError("Connection error."))
-                await requests.score(failing, "teacher", TOKENS, 2)
-        return await asyncio.wait_for(requests.score(Client(), "teacher", TOKENS, 2), 10)
-
-    assert asyncio.run(after_failures()).ref_logprobs.tolist() == [-3.0, -1.5]
+        assert {type(one) for one in asyncio.run(batch())} == {OSError}
+    assert max(most) == IN_FLIGHT and len(most) == 6 * IN_FLIGHT
 
 
 def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
@@ -269,30 +240,8 @@ def routing_module(stamp=lambda sample, action_loss_type: None):
     )
 
 
-def samples_of(trace=None, *scores):
-    """Return what prime-rl makes of a rollout, over our hook: samples with these scores."""
-
-    def trace_to_samples(trace, *, env_name=""):
-        return [Sample(each) for each in scores]
-
-    module = hooked(
-        "orchestrator.trajectories", hooks.hook_samples, trace_to_samples=trace_to_samples
-    )
-    return module.trace_to_samples(trace or types.SimpleNamespace())
-
-
 def prefill(client):
     return asyncio.run(client_module().prefill_logprobs(client, "teacher", TOKENS))
-
-
-def test_hook_of_another_version_leaves_a_module_alone():
-    """Another module may have what a hook looks for."""
-    every = hooks.hook_client, hooks.hook_routing, hooks.hook_stamps, hooks.hook_samples
-    module = types.ModuleType("prime_rl.some.module")
-    before = dict(vars(module))
-    for hook in every:
-        hook(module)
-    assert vars(module) == before
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -371,17 +320,19 @@ def test_stamps_send_tokens_to_their_losses(
     assert sample.advantages == [0.0, nothing, -0.5]
 
 
-def algorithm_of(name, score, group=lambda: None, demo_key="answer"):
+def algorithm_of(name, score):
     """Return a stand-in of a distilling algorithm, hooked; ``score`` gets an episode's rollouts."""
 
     class Algorithm:
+        demo_key = "answer"
+
         async def score_episode(self, episode):
             await score(episode.traces)
 
         async def score_group(self, episodes):
-            group()
+            """Assign nothing."""
 
-    Algorithm.__name__, Algorithm.demo_key = name, demo_key
+    Algorithm.__name__ = name
     module = f"orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
     return getattr(hooked(module, hooks.hook_algorithm, **{name: Algorithm}), name)()
 
@@ -392,41 +343,6 @@ def trainable(monkeypatch):
     base = types.ModuleType("prime_rl.orchestrator.algo.base")
     base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
     monkeypatch.setitem(sys.modules, base.__name__, base)
-
-
-def test_orchestrator_with_more_parameters_gets_them(switch):
-    """What a later prime-rl adds to a function that is wrapped reaches it."""
-    switch(SAMPLED, 0)
-    given = []
-
-    class OPDAlgorithm:
-        async def score_episode(self, episode, more=None):
-            given.append(more)
-
-        async def score_group(self, episodes, more=None):
-            given.append(more)
-
-    hooked("orchestrator.algo.opd", hooks.hook_algorithm, OPDAlgorithm=OPDAlgorithm)
-    routing = hooked(
-        "orchestrator.algo.routing",
-        hooks.hook_routing,
-        hooks.hook_stamps,
-        assign_reference_logprobs=lambda branch, values, more=None: given.append(more),
-        stamp_loss_routing=lambda sample, action_loss_type, more=None: given.append(more),
-    )
-    samples = hooked(
-        "orchestrator.trajectories",
-        hooks.hook_samples,
-        trace_to_samples=lambda trace, *, env_name="", more=None: given.append(more) or [],
-    )
-    algorithm, trace = OPDAlgorithm(), types.SimpleNamespace()
-    asyncio.run(algorithm.score_episode(types.SimpleNamespace(traces=[]), more=1))
-    asyncio.run(algorithm.score_group([], more=2))
-    routing.assign_reference_logprobs(None, [], more=3)
-    routing.stamp_loss_routing(Sample(), "rl", more=4)
-    samples.trace_to_samples(trace, env_name="sums", more=5)
-    samples.trace_to_samples(trace=trace, more=6)
-    assert given == [1, 2, 3, 4, 5, 6]
 
 
 async def own_request(client, model, token_ids):
@@ -580,16 +496,12 @@ async def ask(requests, client, times=1):
         await requests.score(client, "teacher", LONG, k, frozen=True)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("change", [{"shift": 0.7}, {"shift": -0.7}, {"best": 5}])
+@pytest.mark.parametrize("k,change", [(1, {"shift": -0.7}), (2, {"shift": 0.7}), (2, {"best": 5})])
 def test_teacher_that_is_another_model_is_refused(often, k, change):
     """At the next question with a known answer; without a support by its own tokens alone."""
     client, requests = Teacher(k), Requests()
     asyncio.run(ask(requests, client, 8))
     vars(client).update(change)
-    if k == 1 and "best" in change:
-        asyncio.run(ask(requests, client, 8))
-        return
     client.requests = []
     message = r"^The teacher at http://\*\*\*@teacher:8001 scores .* other numbers .* at 100% of"
     with pytest.raises(InvalidAnswer, match=message):
@@ -598,12 +510,11 @@ def test_teacher_that_is_another_model_is_refused(often, k, change):
     assert client.requests[-1][1]["token_ids"] == LONG[:64]
 
 
-@pytest.mark.parametrize("change", [{"shift": 0.45}, {"shift": -0.45}, {"unsteady": 6}])
-def test_right_teacher_in_half_precision_passes(often, change):
+def test_right_teacher_in_half_precision_passes(often):
     """Also one whose experts differ at a few positions."""
     client, requests = Teacher(2), Requests()
     asyncio.run(ask(requests, client))
-    vars(client).update(change)
+    client.shift, client.unsteady = 0.45, 6
     asyncio.run(ask(requests, client, 24))
     assert len(client.requests) == 1 + 24 + 3
 
@@ -630,73 +541,6 @@ def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, name, frozen):
             asyncio.run(algorithm.score_episode(nothing))
 
 
-class Trace(types.SimpleNamespace):
-    """A rollout of prime-rl's, within an episode."""
-
-    def __init__(self, reply, reward):
-        data = types.SimpleNamespace(question="1+1?", answer="#### 2")
-        super().__init__(
-            last_reply=reply,
-            reward=reward,
-            info={},
-            task=types.SimpleNamespace(data=data),
-        )
-
-
-class Episode(types.SimpleNamespace):
-    def model_copy(self, update):
-        return Episode(**{**vars(self), **update})
-
-
-def opsd(demo_key, traces):
-    """Return what the hooked algorithm has scored, in order.
-
-    Rollouts arrive one by one; then their group is complete.
-    """
-    scored = []
-
-    async def score(traces):
-        for trace in traces:
-            scored.append((trace.last_reply, trace.info.get(demo_key)))
-            hooks.SCORING.get().asked = True
-
-    algorithm = algorithm_of("OPSDAlgorithm", score, lambda: scored.append("group"), demo_key)
-    episodes = [Episode(traces=[trace]) for trace in traces]
-
-    async def both_phases():
-        for episode in episodes:
-            await algorithm.score_episode(episode)
-        await algorithm.score_group(episodes)
-
-    asyncio.run(both_phases())
-    return scored
-
-
-def test_hint_of_a_sibling_is_another_right_answer_of_the_group():
-    """The first one, and never the rollout itself. Scored once the group is complete."""
-    traces = [Trace("a", 0.0), Trace(" b ", 1.0), Trace("c", 1.0)]
-    scored = opsd("prime_composer:sibling", traces)
-    assert scored == [("a", "b"), (" b ", "c"), ("c", "b"), "group"]
-
-
-def test_rollout_without_a_right_sibling_is_not_trained():
-    traces = [Trace("a", 0.0), Trace("b", 1.0), Trace("c", -1.0)]
-    assert opsd("prime_composer:sibling", traces) == [("a", "b"), ("c", "b"), "group"]
-    assert [len(samples_of(trace, None)) for trace in traces] == [1, 0, 1]
-
-
-def test_hint_of_feedback_is_the_attempt_and_its_verdict():
-    """At once, for it needs no other rollout."""
-    scored = opsd("prime_composer:feedback", [Trace("one", 0.0), Trace("2", 1.0)])
-    wrong = "An earlier attempt: one\nIts verdict: This is wrong; the right answer is 2."
-    right = "An earlier attempt: 2\nIts verdict: This is correct."
-    assert scored == [("one", wrong), ("2", right), "group"]
-
-
-def test_hint_of_the_data_is_left_to_prime_rl():
-    assert opsd("answer", [Trace("a", 0.0)]) == [("a", None), "group"]
-
-
 def test_mixed_teachers_are_asked_again_each(switch, monkeypatch, servers):
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
     for url in servers:
@@ -719,15 +563,9 @@ def test_process_started_by_hand_has_to_name_the_loss(monkeypatch):
 HEADERS = [
     "no JSON",
     "[" * 100_000,
-    "3",
     "[]",
-    "{}",
-    '{"e": 1}',
-    '["u"]',
-    '[{"u": "http://u:hidden@a"}]',
     '[{"url": "http://u:hidden@a", "model": "m"}]',
     '[{"url": "http://u:hidden@a", "model": "m", "weight": 0}]',
-    '[{"url": "u", "model": "m", "weight": "http://u:hidden@a"}]',
 ]
 
 
@@ -757,27 +595,24 @@ def servers(monkeypatch):
     mixture.client_of.cache_clear()
 
 
-def test_header_names_the_teachers_that_score_instead(servers):
-    client = Client(json.dumps(OTHERS))
-    scores = prefill(client)
-    models = [server.requests[0][1]["model"] for server in servers.values()]
-    assert models == ["a", "b"] and not client.requests
-    assert list(scores) == pytest.approx([0.0, -3.0, -1.5])  # both have the same scores
-
-
 @pytest.mark.parametrize("mixed,first", [(True, wire.MARK), (False, 0.0)])
 def test_mark_is_on_the_samples_that_have_scores(switch, mixed, first):
     """The trainer sees by it that the orchestrator is hooked."""
     switch(SAMPLED, 0, mixed)
-    scored, rl = samples_of(None, OWN, None)
+
+    def trace_to_samples(trace):
+        return [Sample(OWN), Sample()]
+
+    module = hooked(
+        "orchestrator.trajectories", hooks.hook_samples, trace_to_samples=trace_to_samples
+    )
+    scored, rl = module.trace_to_samples(types.SimpleNamespace())
     assert scored.ref_logprobs == [first, *OWN[1:]] and rl.ref_logprobs is None
 
 
 WRONG = [None, {**ROWS[1], "1": {"logprob": 0.3, "rank": 1}}, ROWS[2]]
 OF_A_MIXTURE = {
     "a wrong answer": ({"rows": WRONG}, "^The teacher at http://b:8003 gave .* id 1 is 0.3"),
-    "no answer": ({"error": OSError("Connection error.")},
-                  "The teacher b at http://b:8003/v1 did not score: Connection error. Start its"),
     "no key": ({"error": Refusal("Unauthorized", 401)},
                "teacher b at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY"),
     "a password in the error": ({"error": OSError("no route to http://u:hidden@b:8003")},
@@ -796,23 +631,6 @@ def test_teacher_of_a_mixture_that_fails_is_named(servers, case, capsys):
     with pytest.raises(type(how.get("error", InvalidAnswer()))):
         prefill(failing)
     assert "hidden" not in str(caught.value) + capsys.readouterr().err
-
-
-def test_teachers_have_their_own_api_keys_and_one_client_each(monkeypatch, servers):
-    made = []
-
-    def client(base_url, api_key, max_retries):
-        made.append((base_url, api_key))
-
-    monkeypatch.setattr(sys.modules["openai"], "AsyncOpenAI", client)
-    monkeypatch.setenv("VLLM_API_KEY", "usual")
-    monkeypatch.setenv("MATH_KEY", "secret")
-    header = json.dumps([OTHERS[0], {**OTHERS[0], "api_key_var": "MATH_KEY"}])
-    teachers = read_entries(header_entries(header))
-    assert [teacher.weight for teacher in teachers] == [0.5, 0.5]
-    for teacher in teachers * 2:
-        mixture.client_of(teacher.url, teacher.api_key_var)
-    assert made == [(OTHERS[0]["url"], "usual"), (OTHERS[0]["url"], "secret")]
 
 
 def test_password_and_api_key_of_prime_rls_client_are_refused():

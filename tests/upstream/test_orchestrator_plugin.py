@@ -91,43 +91,28 @@ def test_server_is_asked_once_whether_it_has_the_plugin():
     }  # fmt: skip
 
 
-def test_k_zero_asks_for_the_top_1_as_a_check():
-    client = Client(scores=packed(ids=IDS[:, :1]))
-    scores = score(client, k=0)
-    assert client.asked[1][2]["k"] == 1
-    assert scores == [0.0, -3.0, -1.5] and scores.scores.token_ids.shape == (3, 0)
-
-
-@pytest.mark.parametrize("status", [400, 404, 405, 422, 501])
-@pytest.mark.parametrize("found", [None, b"<html>", packed(plugin="other")])
-def test_server_without_the_plugin_is_asked_for_json(status, found):
-    client, requests = Client(found=found or Refusal("", status)), Requests()
+@pytest.mark.parametrize("found", [Refusal("", 404), b"<html>"])
+def test_server_without_the_plugin_is_asked_for_json(found):
+    client, requests = Client(found=found), Requests()
     for _ in range(2):
         assert score(client, requests=requests) == [0.0, -3.0, -1.5]
     assert client.kinds == ["found", "json", "json"]
 
 
-@pytest.mark.parametrize("status", [401, 403, 500])
-def test_other_refusals_are_not_taken_for_a_missing_plugin(status):
+def test_other_refusals_are_not_taken_for_a_missing_plugin():
     with pytest.raises(Refusal):
-        score(Client(found=Refusal("", status)))
+        score(Client(found=Refusal("", 401)))
 
 
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
         ({"found": packed(version=VERSION + 1)}, f"version {VERSION + 1} of the plugin"),
-        ({"scores": packed(version=VERSION + 1)}, "install the same prime_composer"),
         ({"scores": packed()[:-1]}, "truncated"),
-        ({"scores": packed(sequences=2)}, "2 sequences, where 1"),
         ({"scores": packed(facts=msgspec.structs.replace(FACTS, model="u"))}, "was t and is u"),
-        ({"scores": packed(own=OWN[:1])}, "1 rows, where 2"),
         ({"scores": packed(own=np.array([0.3, -1.5], "<f4"))}, "wrong score at position 1"),
-        ({"scores": packed(own=np.array([np.nan, -1.5], "<f4"))}, "nan"),
-        ({"scores": packed(ids=IDS + 15)}, "has the id 24"),
-        ({"scores": packed(ids=IDS[:, :1])}, "as top_ids, where"),
     ],
-)  # fmt: skip
+)
 def test_wrong_answer_of_the_plugin_is_refused(answers, words):
     with pytest.raises(InvalidAnswer, match=words) as error:
         score(Client(**answers))
@@ -178,12 +163,6 @@ def test_teacher_of_another_start_is_asked_what_it_knows():
     assert ask(-9.0, "two") == 1  # what it says of itself is taken, once in a while apart
     with pytest.raises(InvalidAnswer, match="other numbers than then: up to 6 nat apart"):
         ask(-9.0, "three")
-
-
-def test_server_of_another_vllm_is_the_same_model():
-    """An operator may update vLLM, or give it a longer window, during a run."""
-    facts = msgspec.structs.replace(FACTS, vllm="0.32.0", max_model_len=200)
-    assert score(Client(scores=packed(facts=facts))) == [0.0, -3.0, -1.5]
 
 
 def test_padding_that_the_student_sampled_is_floored(capsys):

@@ -20,10 +20,8 @@ from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream import launches, left_prompts  # noqa: E402
 from prime_composer.upstream.keys import SWITCH  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
-from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.teachers import read_entries  # noqa: E402
 from prime_composer.upstream.trainer.questions import TeacherConnections, Wanted  # noqa: E402
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.teachers.own import STUDENT, wrapped  # noqa: E402
@@ -55,12 +53,9 @@ def tokenizers(tmp_path):
 
 @pytest.fixture
 def served(vllm_without_its_libraries):  # noqa: F811
-    """Return the servers of two teachers."""
-    with (
-        Served(Rows(3, len(wrapped(STUDENT)))) as one,
-        Served(Rows(4, len(wrapped(STUDENT)))) as two,
-    ):
-        yield one, two
+    """Return the server of a teacher."""
+    with Served(Rows(3, len(wrapped(STUDENT)))) as one:
+        yield one
 
 
 def rows(served, prompt, turn):
@@ -91,10 +86,10 @@ def test_each_turn_is_scored_behind_the_teachers_prompt(served, switch, tokenize
     """Log q of sampled tokens and support, by the rows behind what the template wrote."""
     switch(**own_prompt(tokenizers, **PROMPT))
     trace = own.conversation(student, "abcab", "c ab")
-    own.scored(served[0].url, trace)
+    own.scored(served.url, trace)
     support = own.support_of(trace.sample.support)
     for (turn, places), prompt in zip(turns_of(trace), READ, strict=True):
-        q = rows(served[0], prompt, turn)
+        q = rows(served, prompt, turn)
         sampled = [trace.sample.ref_logprobs[place] for place in places]
         expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0]
         assert sampled == pytest.approx(expected.tolist(), abs=1e-4)
@@ -103,32 +98,8 @@ def test_each_turn_is_scored_behind_the_teachers_prompt(served, switch, tokenize
         torch.testing.assert_close(
             support.teacher_logprobs[places].double(), best.values, atol=1e-4, rtol=0
         )
-    starts = sorted(request.start for request in served[0].engine.asked)
+    starts = sorted(request.start for request in served.engine.asked)
     assert {len(student.encode(prompt)) for prompt in READ} <= {*starts}
-
-
-def test_mixture_of_two_prompts_is_that_of_their_rows(served, switch, tokenizers, student):
-    """One teacher reads its own prompt, the other one the student's tokens."""
-    switch(teachers_mixed=True, **own_prompt(tokenizers, **PROMPT))
-    trace = own.conversation(student, "abcab")
-    entries = [
-        {"url": f"{one.url}/v1", "model": one.model, "weight": weight}
-        for one, weight in zip(served, (1.0, 3.0), strict=True)
-    ]
-
-    async def run():
-        client = client_of(served[0].url, API_KEY_VAR).with_options(
-            default_headers={HEADER: json.dumps(entries)}
-        )
-        await own.opd(client)(trace)
-        client_of.cache_clear()
-
-    asyncio.run(run())
-    ((turn, places),) = turns_of(trace)
-    q = rows(served[0], READ[0], turn).exp() / 4
-    q += rows(served[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
-    expected = q.log().gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
-    assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
 
 
 def asked_of_orchestrator(trace):
@@ -173,14 +144,14 @@ def test_trainer_asks_behind_the_prompts_that_were_left(
     monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
     trace = own.conversation(student, "abcab", "c ab")
     assert all(map(math.isnan, asked_of_orchestrator(trace)[1:]))
-    assert not served[0].engine.asked
-    head = TeacherHead(served[0].engine.weight, tolerance=1e-4, origin="The teacher")
+    assert not served.engine.asked
+    head = TeacherHead(served.engine.weight, tolerance=1e-4, origin="The teacher")
     monkeypatch.setattr(ServerScorer, "_teacher_head", lambda _: head)
     rollout = rollout_of(trace)
-    scores = scores_of_trainer(served[0], rollout, hidden)
+    scores = scores_of_trainer(served, rollout, hidden)
     assert scores.start == PLACE + rollout.start
     for (turn, places), prompt in zip(turns_of(trace), READ, strict=True):
-        q = rows(served[0], prompt, turn)
+        q = rows(served, prompt, turn)
         at = torch.tensor(places) - rollout.start
         sampled = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0]
         torch.testing.assert_close(scores.ref_logprobs[at].double(), sampled, atol=1e-4, rtol=0)
@@ -197,10 +168,10 @@ def test_prompt_that_was_not_left_is_named(served, student, switch, tmp_path, mo
     monkeypatch.setattr(launches, "WAIT", 0)
     rollout = rollout_of(own.conversation(student, "abcab"))
     with pytest.raises(ValueError, match=f"launcher `rl`.*{SWITCH}=@FILE"):
-        scores_of_trainer(served[0], rollout)
+        scores_of_trainer(served, rollout)
     monkeypatch.setenv(SWITCH, f"@{launches.begin(tmp_path, os.environ[SWITCH])}")
     with pytest.raises(ValueError, match="teacher_prompts.*'m3'.*let both processes reach"):
-        scores_of_trainer(served[0], rollout)
+        scores_of_trainer(served, rollout)
 
 
 def test_left_prompts_are_one_for_each_of_the_student(switch, tmp_path, monkeypatch):
@@ -228,9 +199,9 @@ def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, s
     switch(**own_prompt(tokenizers, prompt_template="c{question}", template_args=args))
     trace = own.conversation(student, "abcab")
     trace.task = own.types.SimpleNamespace(data=own.types.SimpleNamespace(question="ab"))
-    own.scored(served[0].url, trace)
+    own.scored(served.url, trace)
     ((turn, places),) = turns_of(trace)
-    q = rows(served[0], "user>cab\nb", turn)
+    q = rows(served, "user>cab\nb", turn)
     expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
     assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
-    assert served[0].engine.asked[-1].start == len(student.encode("user>cab\nb"))
+    assert served.engine.asked[-1].start == len(student.encode("user>cab\nb"))

@@ -30,7 +30,7 @@ from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.trainer.batches import PackedMicroBatch  # noqa: E402
-from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
@@ -259,6 +259,7 @@ def test_own_tokenizer_scores_each_turn(served, student):
     assert starts == sorted(len(teacher.encode(prompt)) for prompt in prompts)
     assert trace.metrics["xtok/unscored_turns"] == trace.metrics["xtok/unscored"] == 0
     assert 0 < trace.metrics["xtok/aligned"] < 1
+    assert sample.ref_logprobs[0] == wire.MARK
 
 
 def test_own_tokenizer_beside_a_prompt_of_its_own(served, student, switch, tokenizers):
@@ -303,19 +304,6 @@ def stamp(sample):
     module.stamp_loss_routing(sample, "ref_kl")
 
 
-def test_text_after_a_special_token_has_no_score(served, student):
-    """A student that writes its end in the middle goes on in no text."""
-    trace = conversation(student, "ab", "ab")
-    node = trace.nodes[-1]
-    node.token_ids[-2], node.token_ids[-1] = student.eos_token_id, node.token_ids[-2]
-    ids = [token for each in trace.nodes for token in each.token_ids]
-    trace.branches[0].token_ids = ids
-    node.message = Message("assistant", "a")
-    scored(served.url, trace)
-    assert math.isnan(trace.sample.ref_logprobs[-1])
-    assert trace.sample.ref_logprobs[-2] < 0
-
-
 def test_pair_that_does_not_align_is_refused_once(served, student, monkeypatch):
     """With its number and the remedy, as soon as enough tokens of the student's were seen."""
     monkeypatch.setattr(teachers_own_tokenizer, "WHOLE_UP_TO", 0)
@@ -349,26 +337,6 @@ def test_rollout_whose_messages_it_cannot_read_is_refused(served, student, case)
     change(trace)
     with pytest.raises(ValueError, match=words):
         scored(served.url, trace)
-
-
-def test_image_in_the_messages_leaves_the_turn_out(served, student):
-    trace = conversation(student, "ab")
-    parts = [{"type": "text", "text": "ab"}, {"type": "image_url", "image_url": {"url": "u"}}]
-    trace.nodes[0].message = Message("user", parts)
-    scored(served.url, trace)
-    assert trace.metrics["xtok/unscored_turns"] == 1 and served.engine.asked == []
-    trace = conversation(student, "ab")
-    trace.nodes[0].message = Message("user", parts[:1])
-    scored(served.url, trace)
-    assert trace.metrics["xtok/unscored_turns"] == 0
-
-
-def test_other_teachers_are_asked_as_ever(served, student, switch):
-    switch(teacher_tokenizers={"another": "x"})
-    trace = conversation(student, "ab")
-    scored(served.url, trace)
-    (request,) = served.engine.asked
-    assert request.requests[1].k == K
 
 
 def test_only_what_the_student_sampled_is_asked_for(served, student, switch):
@@ -407,20 +375,6 @@ def test_turn_of_several_branches_is_asked_for_in_the_first():
     assert messages.read_of(traces, [7, 3, 4]) is None
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_several_teachers_in_a_header_are_refused(served, student, frozen):
-    """The header is that of a mixture, written by hand where settings do not say so."""
-    teachers = json.dumps([{"url": served.url, "model": "m3", "weight": 1}])
-    client = types.SimpleNamespace(default_headers={HEADER: teachers})
-
-    async def ask():
-        hooks.SCORING.set(hooks.Scoring(frozen, [conversation(student, "ab")]))
-        await client_module().prefill_logprobs(client, "m3", [1, 2])
-
-    with pytest.raises(ValueError, match="^teacher_tokenizers: .* mixture: route each"):
-        asyncio.run(ask())
-
-
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
@@ -443,34 +397,6 @@ def test_server_with_another_tokenizer_is_refused(student):
         pytest.raises(InvalidAnswer, match="other tokens than the tokenizer .*token 3 is 7, and"),
     ):
         scored(url, conversation(student, "ab"))
-
-
-@pytest.mark.parametrize(
-    ("more", "needle"),
-    [
-        ({"teacher_tokenizers": {"m3": "nowhere"}}, "teacher_tokenizers names 'nowhere'"),
-        ({"student_tokenizer": None}, "student_tokenizer is not"),
-    ],
-)
-def test_tokenizer_that_is_not_there_is_named(served, student, switch, more, needle):
-    switch(**more)
-    with pytest.raises(ValueError, match=needle):
-        scored(served.url, conversation(student, "ab"))
-
-
-def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers):
-    tokenizer = wrapped(TEACHER)
-    (tokenizers / "teacher" / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(tokenizers / "teacher")
-    with pytest.raises(ValueError, match="no chat template"):
-        scored(served.url, conversation(student, "ab"))
-
-
-def test_scores_keep_the_mark_of_the_adapter(served, student):
-    """An orchestrator without the adapter would ask for the student's ids; the trainer sees it."""
-    trace = conversation(student, "ab")
-    scored(served.url, trace)
-    assert trace.sample.ref_logprobs[0] == wire.MARK
 
 
 def test_repetition_reads_what_no_teacher_scored():

@@ -11,7 +11,7 @@ import pytest
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
 from tests.upstream.export_recipes import tables
-from tests.upstream.in_prime_rl import Interpreter, interpreters
+from tests.upstream.in_prime_rl import interpreters
 
 # It starts no server: the whole runs need not wait for it.
 pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
@@ -242,16 +242,6 @@ def libraries(trees, tmp_path_factory):
         yield get
 
 
-@pytest.fixture(scope="module")
-def branch(trees, tmp_path_factory):
-    """A process with the branch whose algorithms have clients, which runs with head's TOML."""
-    folder = tmp_path_factory.mktemp("branch")
-    tree = "orchestrator clients"
-    process = Interpreter("head", lambda _: trees(tree), folder, PRIME_COMPOSER="1")
-    yield process
-    process.close()
-
-
 @pytest.fixture
 def run(libraries, tmp_path):
     """Return a function that trains one step in a new process with prime-rl.
@@ -264,7 +254,6 @@ def run(libraries, tmp_path):
         without_teacher=(),
         policy=None,
         batch_size=8,
-        process=None,
         **prime_rl,
     ):
         raw = tables(student={"model": "Qwen/Qwen3-0.6B"}, rollout={"group_size": 4})
@@ -275,7 +264,7 @@ def run(libraries, tmp_path):
         export = export_recipe(parse_recipe(raw), "head")
         path = tmp_path / "run.toml"
         path.write_text(export.text())
-        return (process or libraries("head")).run(
+        return libraries("head").run(
             MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
             fork=True,
             path=str(path),
@@ -299,12 +288,6 @@ def test_rewards_and_teacher_keep_what_prime_rl_prunes(run):
     """Later versions always take tokens with an advantage of 0 out of the rl loss."""
     pruned = {"orchestrator": {"train": {"filter_zero_advantages": True}}}
     check_one_loss(run(LOSS, **pruned))
-
-
-@pytest.mark.slow
-def test_rewards_and_teacher_are_one_loss_on_a_branch(run, branch):
-    """Its GRPO is made of clients, where it was the policy pool before."""
-    check_one_loss(run(LOSS, process=branch))
 
 
 def check_one_loss(actual):
