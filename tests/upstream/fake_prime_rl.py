@@ -70,7 +70,7 @@ def setup_rl_loss_fn(loss_config):{IMPORTS}
 """
 LOOP = """
 import torch
-from prime_rl.trainer.rl.loss import compute_loss, SETUP as setup
+from prime_rl.trainer.rl.loss import compute_loss, setup_rl_loss_fn as setup
 def train(loss_config, loader, steps):
     rl_loss, losses = setup(loss_config), []
     for _ in range(steps):
@@ -84,10 +84,7 @@ def train(loss_config, loader, steps):
             logprobs = logprobs.split(batch["sequence_lengths"])
             own, ref = rows("inference_logprobs"), rows(loader.ref_field)
             first = (logprobs, own, ref, rows("advantages"), rows("loss_mask"))
-            if "training_mode" in batch:
-                more = (rl_loss, 1, batch["training_mode"])
-            else:
-                more = (rows("rl_weights"), None, rows("ref_kl_weights"), rl_loss, 1, 1, 1)
+            more = (rows("rl_weights"), None, rows("ref_kl_weights"), rl_loss, 1, 1, 1)
             losses.append(torch.as_tensor(compute_loss(*first, *more)[0]).item())
     return losses
 """
@@ -143,15 +140,13 @@ def loss_module(contract, *edits):
     return module
 
 
-def loop_module(setup, *edits):
+def loop_module(*edits):
     """Return a module with prime-rl's train loop, whose names come from its loss module.
 
-    Args:
-        setup: the loss module's ``setup_*`` function.
-        edits: pairs of a text in its source and what it becomes.
+    ``edits`` are pairs of a text in its source and what it becomes.
     """
     module = types.ModuleType("prime_rl.trainer.rl.train")
-    exec(edited(LOOP.replace("SETUP", setup), edits), module.__dict__)
+    exec(edited(LOOP, edits), module.__dict__)
     return module
 
 

@@ -1,14 +1,10 @@
 """A loss's state goes on after prime-rl's own resume."""
 
-import types
-
 import pytest
 import torch
 
-from prime_composer.upstream.trainer import hooks
 from prime_composer.upstream.trainer.adapter import trainer_adapter
 from prime_composer.upstream.trainer.journal import FILE
-from prime_composer.upstream.versions.records import UnknownSurface
 from tests.upstream import fake_prime_rl, scheduled_loss
 
 SCHEDULED = {"type": scheduled_loss.NAME}
@@ -116,20 +112,3 @@ def test_journal_is_written_by_rank_0_alone(start, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     train(start(tmp_path, 0), LOSSES[:2])
     assert not (tmp_path / FILE).exists()
-
-
-def test_loss_without_a_state_writes_no_journal(start, tmp_path):
-    train(start(tmp_path, 0, {"type": "sampled_reverse_kl"}), LOSSES[:2])
-    assert not (tmp_path / FILE).exists()
-
-
-def test_unknown_data_loader_names_what_is_missing():
-    module = types.ModuleType("prime_rl.trainer.rl.data")
-    methods = {
-        "__init__": lambda self, folder: None,
-        "get_batch": lambda self: [],
-        "wait_for_batch": lambda self: None,
-    }
-    module.DataLoader = type("DataLoader", (), methods)
-    with pytest.raises(UnknownSurface, match="has no output_dir, start_step"):
-        hooks.hook_data(module)

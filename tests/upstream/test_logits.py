@@ -9,7 +9,6 @@ from prime_composer.contract import SIGN_BIT, Scores
 from prime_composer.divergences import reverse_kl
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.upstream import wire
-from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits
 from prime_composer.upstream.trainer.adapter import trainer_adapter
 from tests.upstream import fake_prime_rl
@@ -18,44 +17,12 @@ from tests.upstream.fake_prime_rl import PlainHead
 N, D, V, K = 37, 16, 151, 5
 
 
-class Chunked(torch.autograd.Function):
-    """Stands in for prime-rl's fused head.
-
-    Returns log p(label) with a hand-written backward; logits are rounded to the weight's dtype.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, labels, inv_t, cap):
-        logits = (hidden @ weight.t()).float()
-        scaled = (logits if cap is None else cap * torch.tanh(logits / cap)) * inv_t.unsqueeze(1)
-        ctx.save_for_backward(hidden, weight, labels, inv_t)
-        ctx.cap = cap
-        return scaled.log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, labels, inv_t = ctx.saved_tensors
-        logits = (hidden @ weight.t()).float()
-        slope = torch.ones_like(logits)
-        if ctx.cap is not None:
-            slope = 1 - torch.tanh(logits / ctx.cap) ** 2
-            logits = ctx.cap * torch.tanh(logits / ctx.cap)
-        d = -(logits * inv_t.unsqueeze(1)).softmax(-1)
-        d.scatter_add_(1, labels.unsqueeze(1), torch.ones_like(d[:, :1]))
-        d = (d * grad.unsqueeze(1) * inv_t.unsqueeze(1) * slope).to(weight.dtype)
-        return d @ weight, d.t() @ hidden, None, None, None
-
-
-class Fused(torch.nn.Linear):
-    softcap = None
+class Fused(PlainHead):
+    """Stands in for prime-rl's fused head, which returns log p of the labels."""
 
     def forward(self, hidden_states, labels=None, temperature=None):
-        cap = self.softcap
-        return {
-            "logprobs": Chunked.apply(
-                hidden_states[0], self.weight, labels[0], 1 / temperature[0], cap
-            ).unsqueeze(0)
-        }
+        z = super().forward(hidden_states)["logits"].float() / temperature.unsqueeze(-1)
+        return {"logprobs": z.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)}
 
 
 @pytest.fixture
@@ -186,12 +153,11 @@ def test_stop_beyond_the_head_names_the_key(head, state):
         student(head, state, batch()[0], torch.randn(1, N, D))
 
 
-@pytest.mark.parametrize("elements", [1, 3 * D, 7 * D, D * K * N])
+@pytest.mark.parametrize("elements", [1, 7 * D])
 def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch, elements):
     micro_batch, top = batch()
-    micro_batch["routed_experts"][0, 1::2, 0] = top[
-        1
-    ].int()  # ids that many rows read, on both sides of a boundary
+    # Ids that many rows read, on both sides of a boundary.
+    micro_batch["routed_experts"][0, 1::2, 0] = top[1].int()
     hidden = torch.randn(1, N, D)
     mask = micro_batch["loss_mask"][0]
     weights = torch.randn(N, K)
@@ -344,9 +310,9 @@ def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.3, -0.05])
+@pytest.mark.parametrize("value", [float("nan"), 0.3, -0.05])
 def test_support_that_is_no_distribution_is_not_trained(head, state, value, trained):
-    """NaN, +inf, above 0, or with a mass above 1, in a trained row; other rows are not read."""
+    """NaN, above 0, or with a mass above 1, in a trained row; other rows are not read."""
     micro_batch, _ = batch(masked=0)
     micro_batch["loss_mask"][0, 3] = trained
     micro_batch["routed_experts"][0, 3, 1, 0] = torch.tensor(-0.1).view(torch.int32)
@@ -405,45 +371,12 @@ def test_ids_beyond_the_head_are_in_the_tail(head, state):
     check(ours[mask], theirs[mask], (hidden, h), (head.weight, w))
 
 
-@pytest.mark.parametrize("token", [V + MOST_PADDING, 2**20])
-def test_id_outside_the_vocabulary_names_both_sizes(head, state, token):
+def test_id_outside_the_vocabulary_names_both_sizes(head, state):
     micro_batch, _ = batch()
-    micro_batch["routed_experts"][0, :, 0, 0] = token
-    with pytest.raises(
-        ValueError, match=f"token id {token} and the student's head has a vocabulary of {V}"
-    ):
+    token = micro_batch["routed_experts"][0, :, 0, 0] = V + MOST_PADDING
+    words = f"token id {token} and the student's head has a vocabulary of {V}"
+    with pytest.raises(ValueError, match=words):
         student(head, state, micro_batch, torch.randn(1, N, D))
-
-
-def test_id_that_is_not_known_may_be_any(head, state):
-    """The sign bit says so; its column counts for nothing."""
-    micro_batch, _ = batch()
-    micro_batch["routed_experts"][0, :, 0, 0] = -1
-    student(head, state, micro_batch, torch.randn(1, N, D))
-    assert not state.micro_batch.support.known[:, 0].any()
-
-
-def test_head_without_a_support_is_prime_rls_own(head, state):
-    micro_batch, _ = batch()
-    micro_batch["routed_experts"] = None
-    state.begin(micro_batch)
-    labels = torch.zeros(1, N, dtype=torch.long)
-    out = head(torch.randn(1, N, D), labels, temperature=torch.ones(1, N))
-    assert head_hook.KEY not in out
-
-
-def test_loss_without_a_support_costs_no_tensor_work(state):
-    micro_batch, _ = batch()
-    state.k = 0
-
-    class Refuse(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            assert func.is_view, func
-            return func(*args, **(kwargs or {}))
-
-    with Refuse():
-        state.begin(micro_batch)
-    assert state.micro_batch.scores is None
 
 
 def test_wire_returns_every_bit():
@@ -491,24 +424,6 @@ def newer(state):
     micro_batch, top = batch()
     state.begin(micro_batch)
     return head, micro_batch, top
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_head_passes_on_what_it_does_not_know(newer, state, by_name):
-    """And computes what it does without."""
-    head, micro_batch, top = newer
-    hidden, extra = torch.randn(1, N, D), torch.ones(1, N, 2)
-    labels = torch.cat([micro_batch["input_ids"][:, 1:], torch.zeros(1, 1, dtype=torch.long)], 1)
-    temperature = torch.ones(1, N)
-    if by_name:
-        head(hidden, labels=labels, temperature=temperature, extra_gather_ids=extra)
-    else:
-        head(hidden, labels, temperature, None, extra)
-    assert head.given == (labels, temperature, None, extra)
-    z = hidden[0] @ head.weight.t()
-    expected = z[:-1].gather(1, top[1:]) - z[:-1].gather(1, labels[0, :-1, None])
-    scored = micro_batch["loss_mask"][0, 1:]
-    torch.testing.assert_close(state.micro_batch.student[1:][scored], expected[scored])
 
 
 @pytest.mark.parametrize("labels,temperature", [(False, True), (True, False)])

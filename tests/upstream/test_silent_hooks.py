@@ -1,11 +1,9 @@
 """A prime-rl that goes past our hooks: no step is trained on another loss, and no run ends well."""
 
-import dataclasses
 import json
 import os
 import shutil
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ class Host:
             trainer_adapter.cache_clear()
             hooks.hook_loss(self.loss)
             hooks.hook_data(self.data)
-        self.loop = fake_prime_rl.loop_module("setup_rl_loss_fn", *loop_edits)
+        self.loop = fake_prime_rl.loop_module(*loop_edits)
         self.loader = self.data.DataLoader(folder, 1)
         self.table = table
 
@@ -109,36 +107,6 @@ def test_loss_called_on_the_first_micro_batch_alone_ends_the_run(host):
         one.train([micro_batch(), micro_batch()])
 
 
-NEWER = [
-    ("ref_kl_scale):", "ref_kl_scale, ref_topk_logprobs=None, *rest, **more):"),
-    ("LossInputs(*row, weights != 0, weights)", "LossInputs(*row, weights != 0, weights, 7, 8)"),
-    ("return lambda inputs: fn(inputs, **loss_config.kwargs)",
-     "return Held(fn, loss_config.kwargs)"),
-    ("rl_loss_fn, rl_weights[i]", "rl_loss_fn.loss, rl_weights[i]"),
-    ("def setup_rl_loss_fn(loss_config):", "def setup_rl_loss_fn(loss_config, parallel=None):"),
-    ("def compute_loss(", """class Held:
-    def __init__(self, fn, kwargs): self.fn, self.kwargs = fn, kwargs
-    def loss(self, inputs): return self.fn(inputs, **self.kwargs)
-def compute_loss("""),
-]  # fmt: skip
-"""Later versions: more fields with defaults, more parameters, and an rl loss that is an object."""
-
-
-@dataclasses.dataclass
-class NewerInputs(fake_prime_rl.LossInputsV07):
-    ref_topk_logprobs: object = None
-    student_topk_logprobs: object = None
-
-
-@pytest.mark.parametrize("table,kinds", [(SAMPLED, "dd"), ({"type": "default"}, "rr")])
-def test_loss_module_with_more_of_everything_fits(host, monkeypatch, table, kinds):
-    """The same losses as before, through the slot and through an object's ``loss``."""
-    batch = [micro_batch(kinds=kinds)]
-    expected = host(table=table).train(batch)
-    monkeypatch.setattr(fake_prime_rl, "LossInputsV07", NewerInputs)
-    assert host(edits=NEWER, table=table).train(batch) == expected != [0.0]
-
-
 ANOTHER = ("compute_loss(*first, *more)", "another_loss(*first, *more)")
 OWN = ("def train(", "def another_loss(*rows): return rows[0][0].sum().detach(), {}\ndef train(")
 
@@ -201,41 +169,6 @@ def test_loop_past_the_data_loader_is_named(host):
     trainer_adapter().model = object()
     with pytest.raises(SilentHook, match="on no micro-batch that get_batch of"):
         one.train([micro_batch()])
-
-
-def test_benchmark_batches_of_prime_rl_are_not_judged(host):
-    """Its fake batches have rl tokens alone."""
-    one = host()
-    fake = type("FakeDataLoader", (), {**vars(one.loader.__class__)})
-    fake.get_batch, fake.wait_for_batch = (lambda self: []), (lambda self: None)
-    one.data.FakeDataLoader = fake
-    one.data.DataLoader = fake_prime_rl.data_module().DataLoader
-    hooks.hook_data(one.data)
-    fake.wait_for_batch(None)
-    assert type(fake.get_batch(None)) is list and trainer_adapter().steps == 1
-
-
-def test_loader_with_more_parameters_gets_them(monkeypatch):
-    """A default that the train loop leaves out is known too."""
-    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    trainer_adapter.cache_clear()
-    module = types.ModuleType(fake_prime_rl.DATA)
-
-    class DataLoader:
-        def __init__(self, output_dir, start_step=3): ...
-        def wait_for_batch(self, seconds=None):
-            return seconds
-
-        def get_batch(self, packed=True): return [{"packed": packed}]  # fmt: skip
-
-    module.DataLoader = DataLoader
-    hooks.hook_data(module)
-    opened = []
-    monkeypatch.setattr(trainer_adapter(), "open_journal", lambda *given: opened.append(given))
-    loader = DataLoader("run")
-    assert loader.wait_for_batch(7) == 7 and loader.get_batch(packed=False) == [{"packed": False}]
-    assert opened == [(Path("run"), 3)]
-    trainer_adapter.cache_clear()
 
 
 RANK = """
@@ -322,7 +255,7 @@ from prime_composer.upstream.trainer import hooks
 data = fake_prime_rl.data_module()
 sys.modules[data.__name__] = data
 hooks.hook_data(data)
-loop = fake_prime_rl.loop_module("setup_rl_loss_fn")
+loop = fake_prime_rl.loop_module()
 config = CustomLossConfig(
     type="custom", import_path="prime_composer.upstream.loss_fn", kwargs=json.loads(sys.argv[3])
 )
