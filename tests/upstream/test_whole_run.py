@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -114,7 +113,6 @@ def run(
     several=False,
     words=False,
     modules=(),
-    unhooked=(),
     meanwhile=None,
     tree=None,
     **recipe,
@@ -134,7 +132,6 @@ def run(
         several: two teachers, and two environments with mixtures of them.
         words: the student's answers are of letters, of different lengths.
         modules: folders for PYTHONPATH.
-        unhooked: processes that start without PRIME_COMPOSER.
         meanwhile: called with the servers by role, beside the run.
         tree: one of ``BRANCHES``, in the place of the version's own sources.
         recipe: arguments of ``cpu_recipe.native``.
@@ -176,7 +173,7 @@ def run(
         config.write_text(text)
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}
         sources = trees(tree or version)
-        env = launch_run.environment(python, sources, folder, unhooked, **switches)
+        env = launch_run.environment(python, sources, folder, **switches)
         env["PYTHONPATH"] = os.pathsep.join([*map(str, modules), env["PYTHONPATH"]])
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         if meanwhile is not None:
@@ -228,12 +225,10 @@ def step_of(folder):
     return int(Path(folder).name.removeprefix("step_"))
 
 
-def reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=()):
+def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     """Return the float64 numbers of the first batch that the teacher scored, and the last update.
 
-    Args:
-        mixture: weights of the teachers by role, of a sequence.
-        stops: ids that are one outcome.
+    ``mixture`` gives the weights of the teachers by role, of a sequence.
     """
     sampled = generate_requests(result, "student")
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in sampled}
@@ -253,15 +248,8 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=()):
     update = last_update(result)
     # The directory that the server read may be gone: the trainer keeps its last broadcasts.
     broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=step_of)
-    words = result["models"] / "student", K, file, broadcast, listed(result, stops)
+    words = result["models"] / "student", K, file, broadcast
     return json.loads(script(result["python"], "reference.py", *words)), update
-
-
-def listed(result, stops):
-    """Return a file with the ids that are one outcome."""
-    file = result["folder"] / "stops.json"
-    file.write_text(json.dumps([*stops]))
-    return file
 
 
 def last_update(result):
@@ -311,23 +299,6 @@ def test_whole_run_of_a_branch_distils_on_the_top_k(trees, models, tmp_path, tre
     check_top_k(run(trees, models, tmp_path, TOP_K, tree=tree))
 
 
-@other
-def test_whole_run_begins_with_the_weights_of_another(trees, models, tmp_path):
-    """The first divergence is that of the weights that the first run left, as the guide says."""
-    first = run(trees, models, tmp_path / "first", TOP_K)
-    given, made = first["models"], tmp_path / "models"
-    left = tmp_path / "first" / "outputs" / "broadcasts" / f"step_{cpu_recipe.STEPS}"
-    for file in (given / "student").glob("*.json"):
-        if ".index." not in file.name:
-            shutil.copy(file, left)
-    shutil.copytree(left, made / "student")
-    shutil.copytree(given / "teacher", made / "teacher")
-    second = run(trees, lambda *_: made, tmp_path / "second", TOP_K)
-    check_top_k(second)
-    own, start = (mean(reference(one)[0]["tail_kl_bfloat16"]) for one in (first, second))
-    assert abs(own - start) > 2e-2
-
-
 @newest
 def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path):
     """It reads each answer behind the question in its own template, in its own tokens."""
@@ -355,29 +326,16 @@ def test_whole_run_ends_at_an_undeclared_tokenizer(trees, models, tmp_path):
     assert not [*tmp_path.rglob("broadcasts/step_1")]
 
 
-@other
-def test_whole_run_compares_stops_as_one(trees, models, tmp_path):
-    """The divergence of the first step is the models' with these ids as one; others are by id."""
-    result = run(trees, models, tmp_path, {**TOP_K, "stops": {"ids": [*STOPS]}})
-    check_top_k(result, STOPS)
-    apart, merged = (reference(result, stops=stops)[0] for stops in ((), STOPS))
-    assert abs(mean(apart["tail_kl"]) - mean(merged["tail_kl"])) > 3e-2
-    share = first_value(metric_rows(result), "stops/sampled/mean")
-    rows = json.loads((result["folder"] / "sequences.json").read_text())
-    sampled = [mean([token in STOPS for token in tokens[prompt:]]) for tokens, prompt, _ in rows]
-    assert share == pytest.approx(mean(sampled), abs=1e-6)
-
-
 STATISTICS = {"mean", "median", "std", "min", "max"}
 """What prime-rl logs of a metric's values."""
 
 
-def check_top_k(result, stops=()):
+def check_top_k(result):
     """Check the numbers of a whole run with ``TOP_K`` against float64."""
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
     assert "topk_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result)
-    expected, update = reference(result, stops=stops)
+    expected, update = reference(result)
     check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert first_value(rows, "topk_reverse_kl/kl/max") == pytest.approx(
         max(expected["tail_kl_bfloat16"]), abs=1e-2
@@ -458,14 +416,6 @@ def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypat
     assert first_value(rows, "loss/mean") == pytest.approx(mean(huber), abs=1e-2)
     assert 0 < first_value(rows, "my_loss:huber/linear/mean") < 1
     check_update(expected, update)
-
-
-@other
-def test_whole_run_without_orchestrator_hooks_stops_a_mixture(trees, models, tmp_path):
-    """A sampled loss needs no support: only the mark shows the trainer that the hooks are off."""
-    message = "adapter = true: .* and the orchestrator runs without it"
-    with pytest.raises(pytest.fail.Exception, match=message):
-        run(trees, models, tmp_path, SAMPLED, several=True, unhooked=("orchestrator",))
 
 
 @other
@@ -671,7 +621,9 @@ def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}, stops=(), pr
         steps.append({"weights": weights_of(result, version), "rollouts": rollouts})
     file = result["folder"] / "steps.json"
     file.write_text(json.dumps(steps))
-    words = result["models"] / "student", file, listed(result, stops)
+    listed = result["folder"] / "stops.json"
+    listed.write_text(json.dumps([*stops]))
+    words = result["models"] / "student", file, listed
     return json.loads(script(result["python"], "reference_full.py", *words))
 
 

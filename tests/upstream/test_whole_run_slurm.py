@@ -146,15 +146,6 @@ def test_whole_run_slurm_carries_the_loss_to_the_job(job):
     assert line in done.stderr
 
 
-def test_whole_run_slurm_of_five_lines_dies_by_itself(job):
-    """Without the variable no hook sees the script. [trainer.loss] names what is not there."""
-    done, (script,) = job.render()
-    assert done.returncode == 0, done.stderr
-    ran = job.submit(script)
-    assert ran.returncode != 0 and "No module named 'prime_composer'" in ran.stderr
-    assert job.started(ran) is None
-
-
 def test_whole_run_slurm_of_nodes_is_guarded_before_srun(job):
     """It is not executed: the script of several nodes kills every prime-rl of its machine."""
     several = {"type": "multi_node", "num_train_nodes": 2, "num_infer_nodes": 1}

@@ -41,29 +41,25 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def command_folder(python, folder, unhooked=()):
-    """Write prime-rl's console scripts, as its wheel would; torchrun is the environment's own.
-
-    ``unhooked``: names of scripts that unset PRIME_COMPOSER.
-    """
+def command_folder(python, folder):
+    """Write prime-rl's console scripts, as its wheel would; torchrun is the environment's own."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, module in SCRIPTS.items():
         script = folder / name
-        off = "unset PRIME_COMPOSER\n" if name in unhooked else ""
         start = f"exec {python} -c 'from {module} import main; main()' \"$@\"\n"
-        script.write_text(f"#!/bin/sh\n{off}{start}")
+        script.write_text(f"#!/bin/sh\n{start}")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return folder
 
 
-def environment(python, tree, folder, unhooked=(), **more):
+def environment(python, tree, folder, **more):
     """Return the environment of the launcher, and write the scripts that it starts."""
     path = os.pathsep.join(
         str(part)
         # This repository comes before the one that make_venvs.py has installed.
         for part in (RIG, HERE, REPO, tree / "src", tree / "packages/prime-rl-configs/src")
     )
-    bins = f"{command_folder(python, folder / 'bin', unhooked)}{os.pathsep}{Path(python).parent}"
+    bins = f"{command_folder(python, folder / 'bin')}{os.pathsep}{Path(python).parent}"
     clean = {
         k: v
         for k, v in os.environ.items()

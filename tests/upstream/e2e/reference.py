@@ -1,6 +1,6 @@
 """Compute the numbers of a run in float64, from the sequences that the servers received.
 
-usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR] [STOPS.json]
+usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR]
 
 Imports nothing of this package. SEQUENCES is a list of [tokens, length of the prompt, {folder of a
 teacher: its weight}]. In the place of the prompt's length there may be a list of the completion's
@@ -14,8 +14,7 @@ places in several turns. Prints JSON, from the initial weights:
     log_ratio  log q - log p of each completion token, per sequence
     moved      largest difference between the broadcast weights and the initial ones
 
-Of several teachers each counts on its own top-K, and all of them on the sampled token. STOPS is a
-list of ids, which are one outcome in tail_kl: in the rest where the teacher lists none of them.
+Of several teachers each counts on its own top-K, and all of them on the sampled token.
 """
 
 import json
@@ -52,16 +51,13 @@ def mixed(teachers, k, sampled):
     return dict(sorted(mass.items(), key=lambda item: -item[1])[:k]), sampled_mass
 
 
-def with_rest(p, head, stops):
+def with_rest(p, head):
     """Return the pairs of student and teacher at the ids of ``head``, and at the rest."""
-    listed = [v for v in head if v in stops]
-    pairs = [(float(p[v]), q) for v, q in head.items() if v not in stops]
-    if listed:
-        pairs.append((sum(float(p[v]) for v in stops), sum(head[v] for v in listed)))
+    pairs = [(float(p[v]), q) for v, q in head.items()]
     return [*pairs, (1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs))]
 
 
-def compare(student, k, rows, dtype=torch.float64, stops=()):
+def compare(student, k, rows, dtype=torch.float64):
     """Return ``tail_kl``, ``log_ratio`` and ``common_kl`` of models in ``dtype``, in float64."""
     p_all = probabilities(student, rows, dtype)
     q_all = {
@@ -79,7 +75,7 @@ def compare(student, k, rows, dtype=torch.float64, stops=()):
                 tokens[t],
             )
             within = sum(float(p[v]) * math.log(float(p[v]) / q) for v, q in head.items())
-            divergences.append(sum(a * math.log(a / b) for a, b in with_rest(p, head, stops)))
+            divergences.append(sum(a * math.log(a / b) for a, b in with_rest(p, head)))
             ratios.append(math.log(sampled_mass) - float(p[tokens[t]].log()))
             common.append(within - (0.0 if tokens[t] in head else ratios[-1]))
         tail_kl.append(sum(divergences) / len(divergences))
@@ -88,11 +84,10 @@ def compare(student, k, rows, dtype=torch.float64, stops=()):
     return tail_kl, log_ratio, common_kl
 
 
-def main(student, k, sequences, broadcast=None, stops=None):
+def main(student, k, sequences, broadcast=None):
     rows = json.loads(Path(sequences).read_text())
-    stops = () if stops is None else json.loads(Path(stops).read_text())
-    tail_kl, log_ratio, _ = compare(student, k, rows, stops=stops)
-    rounded, _, common = compare(student, k, rows, torch.bfloat16, stops)
+    tail_kl, log_ratio, _ = compare(student, k, rows)
+    rounded, _, common = compare(student, k, rows, torch.bfloat16)
     out = {"tail_kl": tail_kl, "tail_kl_bfloat16": rounded, "log_ratio": log_ratio}
     out["common_kl_bfloat16"] = common
     if broadcast is not None:
