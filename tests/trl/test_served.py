@@ -1,7 +1,5 @@
 """A served teacher, by both of its roads, against the same teacher in this process."""
 
-import importlib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -78,28 +76,6 @@ def test_scorer_with_settings_of_its_own_is_taken(make_trainer, models, monkeypa
         scorer.close()
         with pytest.raises(ServerError, match="VLLM_API_KEY"):
             make_trainer(REVERSE, teacher=server.url)
-
-
-def test_server_that_does_not_answer_is_named(make_trainer):
-    with pytest.raises(ServerError, match=r"at http://127.0.0.1:9\b.*url in teacher_model"):
-        make_trainer(REVERSE, teacher="http://127.0.0.1:9")
-
-
-def test_k_above_the_servers_limit_is_refused_at_once(make_trainer, models):
-    with SpoilingServer(models.teacher_folder, max_logprobs=4) as server:
-        with pytest.raises(ServerError, match="--max-logprobs"):
-            make_trainer(REVERSE, teacher=server.url)
-
-
-def test_trls_own_server_trainer_refuses_it(trl):
-    """What this trainer adds: a JSD on 8 tokens of a served teacher."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of an experimental module
-        config = importlib.import_module("trl.experimental.server_distillation")
-    settings = {"teacher_model_server_url": "http://127.0.0.1:9", "loss_top_k": 8, "bf16": False}
-    config.ServerDistillationConfig("x", beta=0.0, **settings)
-    with pytest.raises(ValueError, match="loss_top_k must be 1 with beta>0"):
-        config.ServerDistillationConfig("x", beta=0.5, **settings)
 
 
 @pytest.mark.xdist_group("servers")
