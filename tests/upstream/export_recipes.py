@@ -20,15 +20,6 @@ TWO = {
 """Two teachers."""
 
 
-VERSIONS = ("head", "v0.9", "main")
-"""Every version that recipes are exported for."""
-
-
-def shared(orchestrator, version):
-    """Return the table that has ``algo`` and ``group_size`` of all environments."""
-    return orchestrator["train"] if version == "main" else orchestrator
-
-
 def tables(**changes):
     """Return a small recipe as tables, with changes by section."""
     raw = {
@@ -52,15 +43,6 @@ def recipe(**changes):
 def export_table(version, **changes):
     """Return the exported tables of ``recipe``."""
     return export_recipe(recipe(**changes), version).table
-
-
-def export_two(version, **changes):
-    """Return the exported tables of the recipe with two teachers. Changes replace sections."""
-    raw = {**tables(), "teachers": TWO, **changes}
-    del raw["teacher"]
-    if "environments" in raw:
-        del raw["data"]
-    return export_recipe(parse_recipe(raw), version).table
 
 
 def write_rows_recipe(folder):

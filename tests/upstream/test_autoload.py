@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from prime_composer.upstream.autoload import HOOKS
-from prime_composer.upstream.settings import OFF, AdapterSettings
 from tests.prime_rl_checkout import REPO
 
 PTH = REPO / "prime_composer" / "upstream" / "prime_composer.pth"
@@ -40,7 +39,7 @@ def interpreter(tmp_path, code, switch=None):
     )
 
 
-@pytest.mark.parametrize("switch", [None, "", "0", "false", "No", " OFF "])
+@pytest.mark.parametrize("switch", [None, "", "0", " OFF "])
 def test_pth_switched_off_imports_nothing(tmp_path, switch):
     done = interpreter(tmp_path, SHOW, switch)
     assert done.returncode == 0 and done.stderr == ""
@@ -89,43 +88,6 @@ def test_pth_garbage_is_one_line_in_prime_rl_alone(tmp_path):
     url = '[{"url": "http://me:secret@host:1/v1"}]'
     done = interpreter(tmp_path, with_prime_rl(tmp_path, "import prime_rl.utils.config"), url)
     assert "not shown: it may have a password" in done.stderr and "secret" not in done.stderr
-
-
-@pytest.mark.parametrize("switch", ["1", "@some.toml"])
-def test_pth_switched_on_installs_the_hooks_once(tmp_path, switch):
-    code = "import prime_rl.utils\nimport prime_rl.utils\n" + SHOW
-    done = interpreter(tmp_path, with_prime_rl(tmp_path, code), switch)
-    assert done.stderr == ""
-    assert done.stdout.count("Hooks") == 1 and "torch" not in done.stdout
-    assert "prime_composer.upstream" not in done.stdout
-
-
-@pytest.mark.parametrize("value", ["", "0", "false", "No", "OFF"])
-def test_settings_know_the_same_words_for_off(value, monkeypatch):
-    """A child of prime-rl that reads the variable itself agrees with the .pth."""
-    monkeypatch.setenv("PRIME_COMPOSER", value)
-    assert AdapterSettings.from_env() is None
-    assert all(f'"{word}"' in PTH.read_text() for word in OFF)
-
-
-def test_pth_is_one_line_that_starts_with_import():
-    lines = PTH.read_text().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("import ")
-
-
-def test_hook_runs_before_names_are_copied_from_its_module(tmp_path):
-    code = with_prime_rl(
-        tmp_path,
-        "import types\n"
-        "hook = types.ModuleType('prime_composer.upstream.launcher_hook')\n"
-        "def hook_config(module): module.cli = lambda cls: 'hooked'\n"
-        "hook.hook_config = hook_config\n"
-        "sys.modules['prime_composer.upstream.launcher_hook'] = hook\n"
-        "from prime_rl.utils.config import cli\n"
-        "print(cli(int))",
-    )
-    assert interpreter(tmp_path, code, "1").stdout.strip() == "hooked"
-    assert interpreter(tmp_path, code).stdout.strip() == "<class 'int'>"
 
 
 def test_env_server_never_imports_torch(tmp_path):

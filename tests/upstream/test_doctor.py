@@ -7,14 +7,14 @@ import types
 
 import pytest
 
-from prime_composer.cli.commands import build_parser, main
+from prime_composer.cli.commands import main
 from prime_composer.scoring import patches
 from prime_composer.upstream import launch, launcher_hook
 from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
 from tests.parity.outcomes import tree_env
-from tests.prime_rl_checkout import OLD
+from tests.prime_rl_checkout import REPO
 from tests.upstream.signatures import MAIN, TREES, recorded, stand_in
 
 LOSS = "prime_rl.trainer.rl.loss"
@@ -73,10 +73,7 @@ def test_examine_finds_each_name_where_main_has_it():
     "place,names,lost,message",
     [
         (f"{LOSS}:LossInputs", "prompts", EVERY[:5], "requires prompts, which we do not know"),
-        (f"{LOSS}:compute_loss", "batch", EVERY[2:5], "requires batch, which we do not know"),
         (f"{HEAD}:FusedOutputLinear.forward", "mask", EVERY[2:5], "requires mask"),
-        (f"{LOSS}:ref_kl_loss_fn", "batch", EVERY[1:5], "requires batch"),
-        ("prime_rl.trainer.rl.data:DataLoader.__init__", "more", [], ""),
         (SAMPLES, "more", [], ""),
         ("prime_rl.orchestrator.algo.grpo:GRPOAlgorithm.__init__", "gate", ["rl"], "gate"),
     ],
@@ -92,10 +89,7 @@ def test_examine_a_name_that_is_gone_costs_its_roads():
     report = changed("head", **{"prime_rl.utils.client:prefill_logprobs": None})
     (finding,) = report.misfits()
     assert report.working == ["losses", "slot", "export"]
-    assert finding.verdict == (
-        "there is no orchestrator.clients:prefill_logprobs or utils.client:prefill_logprobs "
-        "(costs adapter, full, rl)"
-    )
+    assert "there is no orchestrator.clients:prefill_logprobs or utils" in finding.verdict
 
 
 @pytest.mark.parametrize(
@@ -116,32 +110,19 @@ def test_examine_a_function_that_nothing_calls_is_a_misfit(name, found):
     )
 
 
-def test_table_has_the_roads_then_what_differs(monkeypatch):
+def test_table_has_the_roads_then_what_differs():
     """One line per road, then what does not fit with its misfit below it, and the verdict."""
     head = f"{HEAD}:FusedOutputLinear.forward"
     report = changed("head", **{head: "hidden_states labels mask", SAMPLES: None})
-    monkeypatch.setattr(doctor, "installed_versions", lambda: {"torch": "2.13.0"})
     lines = doctor.format_report(report, "adapter").splitlines()
-    assert lines[0] == "prime-rl in HERE, as head"
     states = {line.split()[1]: line.split()[0] for line in lines[2:8]}
     assert states == dict(zip(EVERY, ["works", "works", *["FAILS"] * 3, "works"], strict=True))
-    index = next(i for i, line in enumerate(lines) if line.startswith("DIFFERS"))
-    assert lines[index].split(maxsplit=1)[1].split("  ")[0] == "fused output head"
-    assert lines[index + 1].strip() == (
-        "has no temperature; requires mask, which we do not know (costs adapter, full, rl)"
-    )
+    (index,) = (i for i, line in enumerate(lines) if line.startswith("DIFFERS"))
+    assert "fused output head" in lines[index] and "requires mask" in lines[index + 1]
     (gone,) = (line for line in lines if line.startswith("GONE"))
     assert "samples of a rollout" in gone
-    assert not [line for line in lines if line.startswith("fits")]
     every = len(CAPABILITIES) + 1  # and the TOML
     assert lines[-2] == f"{every - 2} of {every} fit. The road adapter does not work."
-    assert "559b4477" in lines[-1] and "never run" in lines[-1]
-    assert "\033" not in "".join(lines) and "\033[31m" in doctor.format_report(
-        report, "rl", color=True
-    )
-    whole = doctor.format_report(report, "adapter", verbose=True).splitlines()
-    assert len([line for line in whole if line.startswith("fits")]) == every - 2
-    assert all(len(line) <= 105 for line in whole)
 
 
 @pytest.mark.parametrize("tree,left", [("v0.6", ["losses", "slot"]), ("two more fields", [])])
@@ -150,8 +131,6 @@ def test_table_of_an_old_version_says_what_to_do(tree, left):
     report = doctor.examine_sources(stand_in(recorded(tree)), "HERE")
     name, _ = EXPECTED[tree]
     lines = doctor.format_report(report, "adapter").splitlines()
-    assert lines[0] == f"prime-rl in HERE, {name}"
-    assert [line.split()[1] for line in lines[2:8] if line.startswith("works")] == left
     (old,) = [at for at, line in enumerate(lines) if line.startswith("OLD")]
     said = " ".join(line.strip() for line in lines[old + 1 : -2])
     assert f"prime-rl {name} " in said and "559b4477" in said and "commit 5218d7f" in said
@@ -174,34 +153,17 @@ def test_doctor_reads_the_checkout_of_a_part_of_it(tmp_path, capsys, monkeypatch
 
 
 def test_doctor_exit_status_follows_the_road(tmp_path, capsys):
-    folder = str(write("v0.6", tmp_path))
+    """Its JSON has every capability."""
+    folder = str(write("kept tokens", tmp_path))
     assert main(["doctor", "--source", folder, "--road", "slot"]) == 0
-    assert capsys.readouterr().out.endswith("The road slot works.\n")
-    assert main(["doctor", "--source", folder]) == 1
-    assert capsys.readouterr().out.endswith("The road adapter does not work.\n")
-
-
-def test_doctor_json_has_every_capability(tmp_path, capsys):
-    assert main(["doctor", "--source", str(write("kept tokens", tmp_path)), "--json"]) == 1
+    capsys.readouterr()
+    assert main(["doctor", "--source", folder, "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["road"] == "adapter" and said["works"]["slot"] and not said["works"]["rl"]
-    assert len(said["capabilities"]) == len(CAPABILITIES) + 1
     by_name = {entry["name"]: entry for entry in said["capabilities"]}
-    assert by_name["scores of opd"] == {
-        "name": "scores of opd",
-        "place": None,
-        "fits": False,
-        "misfits": ["there is no orchestrator.algo.opd:OPDAlgorithm.score_episode"],
-        "roads": ADAPTER,
-    }
+    assert len(by_name) == len(CAPABILITIES) + 1
+    assert not by_name["scores of opd"]["fits"] and by_name["scores of opd"]["roads"] == ADAPTER
     assert by_name["distillation slot"]["place"] == "trainer.rl.loss:ref_kl_loss_fn"
-    assert {"torch", "vLLM", "verifiers", "prime-rl"} == set(said["environment"])
-
-
-def test_doctor_without_prime_rl_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine_installed", lambda: None)
-    assert main(["doctor"]) == 2
-    assert "prime-rl doctor --source DIR" in capsys.readouterr().err
 
 
 def test_doctor_imports_neither_prime_rl_nor_torch(tmp_path):
@@ -234,36 +196,13 @@ def misfit(monkeypatch):
 
 
 def test_require_says_what_differs_and_what_still_works(misfit):
-    with pytest.raises(UnknownSurface) as caught:
+    words = r"\(HERE\):\n +fused output head: .* requires mask, (?s:.*)five lines.*559b4477"
+    with pytest.raises(UnknownSurface, match=words):
         doctor.require_road("adapter")
-    assert str(caught.value) == (
-        "prime_composer does not fit this prime-rl (HERE):\n"
-        "  fused output head: trainer.models.layers.lm_head:FusedOutputLinear.forward requires "
-        "mask, which we do not know (costs adapter, full, rl)\n"
-        "The five lines in [trainer.loss] do fit (losses, slot). So does: export. All of it fits "
-        "prime-rl 559b4477 (v0.9, main: read in part, never run)."
-    )
     doctor.require_road("slot")
 
 
-@pytest.mark.parametrize("tree,name", [("v0.6", "v0.6"), ("two more fields", "v0.7")])
-def test_old_version_is_refused_in_one_sentence(monkeypatch, tree, name):
-    """With PRIME_COMPOSER in each process that reads a config, and by the launcher's own check."""
-    report = doctor.examine_sources(stand_in(recorded(tree)))
-    monkeypatch.setattr(doctor, "examine_installed", lambda: report)
-    monkeypatch.setattr(doctor, "installed", lambda: ["somewhere"])
-    monkeypatch.setattr(doctor, "source_texts", lambda *_: stand_in(recorded(tree))._texts)
-    module = types.SimpleNamespace(cli=lambda: pytest.fail("it was asked before"))
-    launcher_hook.hook_config(module)
-    with pytest.raises(SystemExit) as ended:
-        module.cli()
-    with pytest.raises(UnknownSurface) as refused:
-        doctor.require_road("adapter")
-    assert str(ended.value) == f"prime_composer: {refused.value}"
-    assert f"prime-rl {name} " in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("version", ["v0.6", "v0.8"])
 def test_real_old_version_ends_a_process_with_the_variable(trees, version):
     """Its trainer, started by hand: one sentence, before it trains its own loss."""
     env = tree_env(trees(version), PRIME_COMPOSER="1")
@@ -295,34 +234,14 @@ def test_prime_rls_own_launcher_asks_the_doctor(misfit):
     launcher_hook.resolve_settings(Config())
 
 
-@pytest.mark.parametrize(
-    "version,expected",
-    [
-        ("0.26.0", "fits"),
-        ("0.33.1.dev3+cu13", "fits"),
-        ("0.25.1", "knows 0.26 to 0.33; teachers answer in JSON"),
-        ("0.34.0", "knows 0.26 to 0.33"),
-        ("1.0", "knows 0.26 to 0.33"),
-    ],
-)
-def test_environment_says_whether_the_plugin_fits_vllm(monkeypatch, version, expected):
-    monkeypatch.setattr(doctor, "_version", lambda *names: version)
-    assert doctor.installed_versions()["vLLM"].startswith(f"{version}; ")
-    assert expected in doctor.installed_versions()["vLLM"]
-
-
 def test_doctor_knows_the_vllms_that_the_plugin_knows():
     first, last = doctor.PLUGIN
     with pytest.raises(patches.UnknownVllm, match=f"vLLM 0.{first} to 0.{last}"):
         patches.patch(types.ModuleType("vllm.v1.worker.gpu_model_runner"))
 
 
-def test_doctor_offers_every_road():
-    """The command's choices are a copy, so that --help imports nothing."""
-    (action,) = (
-        action
-        for choice in build_parser()._subparsers._group_actions[0].choices["doctor"]._actions
-        for action in [choice]
-        if "--road" in action.option_strings
-    )
-    assert list(action.choices) == EVERY
+def test_records_are_read_without_any_package():
+    """CI makes environments from the records before anything is installed."""
+    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); import tests.upstream.make_venvs"
+    done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

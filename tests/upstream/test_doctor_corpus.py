@@ -15,7 +15,7 @@ from prime_composer.upstream.versions.doctor import examine_sources
 from tests.prime_rl_checkout import NO_CHECKOUT
 from tests.upstream.signatures import TREES, Blobs, record, recorded
 
-SAMPLE = 20
+SAMPLE = 12
 GROUPS = json.loads(Path(__file__).with_name("corpus.json").read_text())["groups"]
 EXPECTED = {
     commit: (group["fails"], group["version"])
@@ -72,11 +72,6 @@ def test_doctor_is_right_on_every_commit_since_july(blobs, checkout, capsys):
     if not known:
         pytest.skip("this clone has none of the commits of corpus.json")
     check(blobs, known)
-
-
-def test_commits_of_trees_are_full_hashes():
-    """A short one could name another commit one day."""
-    assert all(len(commit) == 40 for commit in TREES.values())
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -100,13 +100,3 @@ def test_missing_names_the_launch_that_trained_without_us(launch, tmp_path):
     assert str(bad) in sentence and "Delete that folder" in sentence
     assert launches.missing(tmp_path, up_to=1) == []
     assert launches.missing(tmp_path, up_to=2) == [sentence]
-
-
-def test_processes_of_no_launch_leave_nothing(monkeypatch, launch, tmp_path):
-    """JSON in the variable, and a file of one's own, name no run directory."""
-    for value in ("1", "{}", f"@{tmp_path / 'mine.toml'}"):
-        monkeypatch.setenv(SWITCH, value)
-        mark_rank()
-        launches.judge_ranks(True)
-        launches.judge_trainer()
-    assert list(tmp_path.iterdir()) == []

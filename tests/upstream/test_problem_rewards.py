@@ -21,12 +21,10 @@ from prime_composer.problems.prompts import render_prompt
 from prime_composer.upstream.environment import (
     SETTINGS,
     data_settings,
-    load_split,
     make_classes,
 )
 
 pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
-pytest.importorskip("sacrebleu", reason="sacrebleu is not installed (extra: metrics)")
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -34,8 +32,6 @@ C = TypeVar("C")
 CASES = {
     "math": ({"size": 20}, "correct"),
     "summary": ({"kind": "summary", "metric": "rouge2", "size": 20}, "rouge2"),
-    "translation": ({"kind": "translation", "metric": "bleu", "size": 20}, "bleu"),
-    "exact": ({"kind": "translation", "metric": "exact", "size": 20}, "correct"),
 }
 
 
@@ -106,13 +102,6 @@ def test_environment_rewards_by_the_metric(case: str) -> None:
     assert rewarded(None) == named(0.0)
 
 
-def test_environment_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """prime-rl's environment workers say so when they load the problems."""
-    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs rouge-score: pip install"):
-        load_split(DataConfig(kind="summary", metric="rouge2", size=20), "train", None)
-
-
 def test_settings_are_no_keys_of_verifiers_own() -> None:
     """Such a key would be read as verifiers means it."""
     assert not set(SETTINGS) & set(TasksetConfig.model_fields)
@@ -126,15 +115,6 @@ TURNS = [
 ]
 OWN_SYSTEM = {"role": "system", "content": "Shout."}
 CHATS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
-    "one message": (
-        {"messages_key": "m", "metric": "contains"},
-        [{"role": "user", "content": "How old is she?"}],
-    ),
-    "turns": ({"messages_key": "m", "metric": "contains"}, TURNS[:3]),
-    "system": (
-        {"messages_key": "m", "metric": "none", "system": "Be brief."},
-        [{"role": "system", "content": "Be brief."}, *TURNS[:3]],
-    ),
     "own system": (
         {"messages_key": "m", "metric": "contains", "system": "Be brief."},
         [OWN_SYSTEM, *TURNS[:3]],
@@ -151,13 +131,11 @@ CHATS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
         ],
     ),
 }
-"""Settings, and the messages that a model reads. The row is ``row_of`` of the name."""
+"""Settings, and the messages that a model reads. The row is ``row_of``."""
 
 
-def row_of(case: str) -> dict[str, Any]:
-    messages = TURNS[2:] if case == "one message" else TURNS
-    messages = [OWN_SYSTEM, *messages] if case == "own system" else messages
-    return {"m": messages, "q": "How old is she?", "a": "57", "s": "Shout."}
+def row_of() -> dict[str, Any]:
+    return {"m": [OWN_SYSTEM, *TURNS], "q": "How old is she?", "a": "57", "s": "Shout."}
 
 
 class SpellsChats:
@@ -178,7 +156,7 @@ def test_environment_asks_what_one_machine_asks(case: str, tmp_path: Path) -> No
     settings, messages = CHATS[case]
     path = tmp_path / "rows.jsonl"
     numbered = [
-        json.dumps(row_of(case)).replace("57", str(number)).replace("Ada", f"Ada {number}")
+        json.dumps(row_of()).replace("57", str(number)).replace("Ada", f"Ada {number}")
         for number in range(20)
     ]
     path.write_text(

@@ -10,7 +10,6 @@ checks everything and starts nothing. Whatever else they are given reaches the r
 import re
 import stat
 import subprocess
-import tomllib
 from textwrap import dedent
 
 import pytest
@@ -86,23 +85,6 @@ def shell(trees, tmp_path):
     return run
 
 
-def test_native_toml_of_the_guide_has_all_of_a_run():
-    """15 lines: teacher, algorithm, loss; and the five lines are those of the README."""
-    text = native_tables()
-    assert len(text.splitlines()) == 15
-    table = tomllib.loads(text)
-    assert table["orchestrator"]["algo"]["type"] == "opd"
-    assert {"name", "base_url"} == set(table["orchestrator"]["algo"]["teacher"])
-    five = [
-        tomllib.loads(block)["trainer"]["loss"]
-        for page in ("readme", "guide")
-        for block in blocks(page)
-        if block.startswith("[trainer.loss]")
-    ]
-    assert len(five) == 2 and five[0] == five[1]
-    assert five[0]["import_path"] == table["trainer"]["loss"]["import_path"]
-
-
 def test_blocks_for_prime_rls_checkout_name_no_path_of_ours():
     """The reader is elsewhere: recipes are below PATH, and the command is prime-composer."""
     for page in PAGES:
@@ -126,12 +108,3 @@ def test_blocks_run_where_the_reader_is(shell, page):
         assert "dry run accepts the file" in done.stdout or "Dry run complete" in done.stdout
     if page in ("readme", "guide"):
         assert (shell.folder / "uv.txt").read_text() == f"pip install {REPO}\n"
-
-
-@pytest.mark.upstream
-def test_whole_native_toml_is_checked_with_the_adapter(shell):
-    """prime-rl's own dry run sees no loss; with PRIME_COMPOSER=1 a wrong K is named."""
-    done = shell("PRIME_COMPOSER=1 rl @ FILE")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    done = shell("sed -i 's/k = 32/k = -1/' FILE; PRIME_COMPOSER=1 rl @ FILE")
-    assert done.returncode != 0 and "[trainer.loss.kwargs] k" in done.stdout + done.stderr

@@ -1,9 +1,6 @@
 """The settings of a run: the forms of the environment variable, and the check of a loss table."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -14,7 +11,6 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream.keys import IMPORT_PATH, SWITCH
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
-from tests.prime_rl_checkout import REPO
 from tests.upstream import scheduled_loss
 
 TOP_K = {"type": "topk_reverse_kl", "k": 4}
@@ -32,18 +28,13 @@ BOTH_KINDS = {
 @pytest.mark.parametrize(
     "value,expected",
     [
-        ("", None),
         ("0", None),
         ("1", AdapterSettings()),
         (json.dumps({"loss": TOP_K}), AdapterSettings(loss=TOP_K, k=4)),
-        (json.dumps({"loss": SAMPLED}), AdapterSettings(loss=SAMPLED, k=0)),
         (
-            json.dumps({"loss": {**SAMPLED, "adapter": True}}),
-            AdapterSettings(loss=SAMPLED, k=0, teachers_mixed=True),
-        ),
-        (
-            json.dumps({"loss": TOP_K, "k": 4, "teachers_mixed": True}),
-            AdapterSettings(loss=TOP_K, k=4, teachers_mixed=True),
+            # The command line makes strings of values.
+            json.dumps({"loss": {**SAMPLED, "adapter": "True", "head_on": "cpu"}}),
+            AdapterSettings(loss=SAMPLED, k=0, teachers_mixed=True, head_on="cpu"),
         ),
     ],
 )
@@ -52,26 +43,16 @@ def test_from_env_reads_every_form(monkeypatch, value, expected):
     assert AdapterSettings.from_env() == expected
 
 
-def test_from_env_is_off_where_the_variable_is_unset(monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
-    assert AdapterSettings.from_env() is None
-
-
 TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        *((text, "topk_reverse_kl") for text in ("yes", "[1]", '{"los": 1}', '{"loss": 3}')),
-        ('{"k": -1}', "k: .* Example: PRIME_COMPOSER=.*topk_reverse_kl"),
+        *((text, "topk_reverse_kl") for text in ("yes", "[1]", '{"los": 1}', '{"k": -1}')),
         ('{"loss": ' + 100_000 * "[", "write PRIME_COMPOSER=1"),
         ('{"k": ' + 5000 * "9" + "}", "write PRIME_COMPOSER=1"),
         (json.dumps({"teachers": [TEACHER]})[:-1], "not shown: it may have a password"),
-        ('{"teachers": [{"url": "http://me:"secret@host"}]}', "not shown: it may have a password"),
-        ('{"k": true}', "k: true and false are no numbers"),
-        ('{"loss": {"type": "topk_reverse_kl", "k": true}}', "k: true and false are no numbers"),
-        ('{"k": 1, "teachers": [{}]}', "teachers.url: Field required"),
         ('{"k": 1, "teachers": {"e": []}}', "teachers: name at least one"),
         (json.dumps({"k": 1, "teachers": [{**TEACHER, "weight": True}]}), "teachers.weight: true"),
         ('{"k": 1, "teacher_prompts": {"m": {"system": "x"}}}', "tokenizer"),
@@ -134,24 +115,6 @@ def test_from_env_damaged_is_read_or_refused(examples, monkeypatch):
         damage()
 
 
-def test_from_env_parses_a_value_once(monkeypatch):
-    """The orchestrator reads the settings with every request."""
-    monkeypatch.setenv(SWITCH, json.dumps({"loss": TOP_K, "k": 4}))
-    assert AdapterSettings.from_env() is AdapterSettings.from_env()
-
-
-def test_resolved_settings_are_read_without_torch():
-    """The launcher has resolved K: the orchestrator reads it per request and parses no loss."""
-    code = (
-        "import sys\n"
-        "from prime_composer.upstream.settings import AdapterSettings\n"
-        "print(AdapterSettings.from_env().support_size(), 'torch' in sys.modules)\n"
-    )
-    env = {**os.environ, **AdapterSettings(loss=TOP_K, k=4).to_env(), "PYTHONPATH": str(REPO)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("4 False\n", "")
-
-
 BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
 
 
@@ -174,29 +137,17 @@ def test_from_env_derives_rewards_and_who_asks(monkeypatch, given, k, rewards, a
     assert settings.trainer_asks is (asked_by == "trainer") and "asked_by" not in settings.loss
 
 
-@pytest.mark.parametrize("value", [True, "True", "true"])  # the command line makes strings of it
-def test_loss_table_has_settings_of_the_adapter(value):
-    table = {**TOP_K, "adapter": value, "head_on": "cpu"}
-    settings = AdapterSettings.model_validate({"loss": table})
-    assert settings == AdapterSettings(loss=TOP_K, teachers_mixed=True, head_on="cpu")
-    off = AdapterSettings.model_validate({"loss": {**TOP_K, "adapter": False}})
-    assert off == AdapterSettings(loss=TOP_K)
-
-
 @pytest.mark.parametrize(
-    "table,words,names_losses",
+    "table,words",
     [
-        ({**SAMPLED, "kl_taus": 0.1}, "unknown key 'kl_taus'; did you mean 'kl_tau'", False),
-        ({"type": "topk_reverse_kl", "k": 0}, r"k\S*: .*greater than 0", False),
-        ({"type": "topk_revers_kl"}, "did you mean topk_reverse_kl", True),
-        ({"k": 3}, "has no `type`", True),
+        ({**SAMPLED, "kl_taus": 0.1}, "unknown key 'kl_taus'; did you mean 'kl_tau'"),
+        ({"type": "topk_revers_kl"}, "did you mean topk_reverse_kl"),
+        ({"k": 3}, "has no `type`.*topk_reverse_kl"),
     ],
 )
-def test_parse_loss_table_names_section_key_and_choices(table, words, names_losses):
-    with pytest.raises(ValueError, match=rf"^\[here\] .*{words}") as refusal:
+def test_parse_loss_table_names_section_key_and_choices(table, words):
+    with pytest.raises(ValueError, match=rf"^\[here\] .*{words}"):
         parse_loss_table(table, section="here")
-    losses = [name for name in LOSS_TYPES if ":" not in name]
-    assert all(name in str(refusal.value) for name in losses) is names_losses
 
 
 NATIVE = f"""
@@ -232,9 +183,7 @@ def test_from_env_reads_a_file(monkeypatch, tmp_path, name, text):
     "name,text,words",
     [
         ("absent.toml", None, "absent.toml.*Name a TOML or a JSON file"),
-        ("a.toml", "[trainer", "a.toml.*Name a TOML or a JSON file"),
         ("a.json", "[1]", "a.json.*Name a TOML or a JSON file"),
-        ("a.toml", "[orchestrator]", f"no loss of ours.*{IMPORT_PATH}"),
         ("a.toml", '[trainer]\nloss = "x"', f"no loss of ours.*{IMPORT_PATH}"),
         ("a.toml", NATIVE.replace("loss_fn", "lossfn"), f"did you mean.*{IMPORT_PATH}"),
         ("a.toml", NATIVE.replace("k = 4", "K = 4"), "did you mean .k."),
