@@ -1,4 +1,4 @@
-"""Check that the README of the prime-rl room quotes messages and commands that exist."""
+"""Check that the pages of the prime-rl room quote messages that exist."""
 
 import ast
 import re

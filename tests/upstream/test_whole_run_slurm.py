@@ -34,18 +34,9 @@ esac
 """
 INSTALL = "cp {pth} {site}/; echo {repo} > {site}/_prime_composer.pth"
 RL = """#!{python}
-import json, os, sys
-switch = os.environ.get("PRIME_COMPOSER")
-loss = None
-if switch:
-    from prime_composer.upstream.settings import AdapterSettings
-    loss = AdapterSettings.from_env().loss
-else:
-    from prime_rl.trainer.rl import loss as module
-    from prime_rl.configs.rl import RLConfig
-    from prime_rl.utils.config import cli
-    module.setup_rl_loss_fn(cli(RLConfig).trainer.loss)
-print("STARTED " + json.dumps(loss), flush=True)
+import json
+from prime_composer.upstream.settings import AdapterSettings
+print("STARTED " + json.dumps(AdapterSettings.from_env().loss), flush=True)
 """
 """In the place of `rl`, which needs servers: what its processes read first of our loss."""
 
@@ -89,20 +80,29 @@ class Job:
         pip = INSTALL.format(pth=PTH, site=self.site, repo=REPO) if works else "true"
         self.script("uv", UV.format(log=self.log, site=self.site, pip=pip))
 
-    def render(self, slurm=None, deployment=None, **switch):
-        """Have prime-rl's dry run write the script; return the process, and the script's path."""
+    def render(self, **more):
+        """Have prime-rl's dry run write the script; return what it says, and the script's path."""
         raw = tables(student={"model": "Qwen/Qwen3-0.6B"}, loss=LOSS)
         table = export_recipe(parse_recipe(raw), "head").table
         table["output_dir"] = str(self.project / "outputs")
-        table["slurm"] = {"project_dir": str(self.project), **(slurm or {})}
-        table |= {} if deployment is None else {"deployment": deployment}
+        table["slurm"] = {
+            "project_dir": str(self.project),
+            "pre_run_command": "uv pip install PATH",
+        }
+        table |= more
         file = self.project / "native.toml"
         file.write_text(tomli_w.dumps(table))
         command = [self.python, "-m", "prime_rl.entrypoints.rl", "@", file, "--dry-run"]
         done = subprocess.run(
-            command, cwd=self.project, env=self.env | switch, capture_output=True, text=True
+            command,
+            cwd=self.project,
+            env=self.env | {"PRIME_COMPOSER": "1"},
+            capture_output=True,
+            text=True,
         )
-        return done, [*self.project.rglob("rl.sbatch")]
+        assert done.returncode == 0, done.stderr[-2000:]
+        (script,) = self.project.rglob("rl.sbatch")
+        return done.stderr, script
 
     def submit(self, script):
         """Run the script as sbatch would, without a variable of the shell that submits it."""
@@ -121,13 +121,9 @@ def job(trees, tmp_path):
     return Job(trees, tmp_path)
 
 
-REINSTALLED = {"pre_run_command": "uv pip install PATH"}
-
-
 def test_whole_run_slurm_ends_where_the_package_is_gone(job):
     """The command that should install it does not: the job ends before anything of it starts."""
-    done, (script,) = job.render(REINSTALLED, PRIME_COMPOSER="1")
-    assert done.returncode == 0, done.stderr
+    _, script = job.render()
     job.reinstalls(False)
     ran = job.submit(script)
     assert ran.returncode == 1 and "prime_composer is not installed here" in ran.stderr
@@ -139,19 +135,18 @@ def test_whole_run_slurm_ends_where_the_package_is_gone(job):
 
 def test_whole_run_slurm_carries_the_loss_to_the_job(job):
     """Its shell has no variable: the script has it. The dry run has printed the same line."""
-    done, (script,) = job.render(REINSTALLED, PRIME_COMPOSER="1")
+    said, script = job.render()
     ran = job.submit(script)
     assert job.started(ran) == LOSS, ran.stdout + ran.stderr
     (line,) = (line for line in script.read_text().splitlines() if "export PRIME_COMPOSER" in line)
-    assert line in done.stderr
+    assert line in said
 
 
 def test_whole_run_slurm_of_nodes_is_guarded_before_srun(job):
     """It is not executed: the script of several nodes kills every prime-rl of its machine."""
     several = {"type": "multi_node", "num_train_nodes": 2, "num_infer_nodes": 1}
-    done, scripts = job.render(REINSTALLED, several, PRIME_COMPOSER="1")
-    assert done.returncode == 0, done.stderr[-2000:]
-    text = scripts[0].read_text()
+    _, script = job.render(deployment=several)
+    text = script.read_text()
     parts = ("uv sync", "uv pip install PATH", "export PRIME_COMPOSER=@", "is_prime_composer")
     places = [text.index(part) for part in parts]
     assert places == sorted(places) and places[-1] < text.index("torchrun \\")
