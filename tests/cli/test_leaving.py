@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from prime_composer.cli import study as study_module
-from prime_composer.cli.commands import main
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.study_file import StudyRun
 from prime_composer.local.checkpoint import list_checkpoints
@@ -202,32 +201,6 @@ def test_finished_run_survives_its_drawing_and_a_damaged_file(
     assert done.returncode == 0 and "resuming after step 2" in done.stdout
     assert "after step 2 is now run/checkpoints/step_000004.aside" in done.stdout
     assert weights.read_bytes() == content
-
-
-def test_disk_error_of_a_library_is_one_sentence(
-    cli: Cli,
-    tiny_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """safetensors has an error of its own, and so has torch. An error of ours keeps its trace."""
-    from prime_composer.cli import runs
-
-    class SafetensorError(Exception):
-        pass
-
-    def fail(error: Exception) -> None:
-        def prepare(*args: Any, **kwargs: Any) -> None:
-            raise error
-
-        monkeypatch.setattr(runs, "prepare_models", prepare)
-
-    fail(SafetensorError("Error while serializing: I/O error: No space left (os error 28)"))
-    done = cli("rl", "--config", tiny_file)
-    assert done.returncode == 2
-    assert done.stderr.startswith("prime-rl rl: No space left on device; free some room")
-    fail(ZeroDivisionError("ours"))
-    with pytest.raises(ZeroDivisionError):
-        main(["rl", "--config", str(tiny_file)])
 
 
 CHILD = """

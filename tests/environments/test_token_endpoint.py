@@ -33,28 +33,6 @@ def run(scenario: Any) -> Any:
     return asyncio.run(asyncio.wait_for(scenario, timeout=20))
 
 
-def test_rounds_full_round_is_sorted_by_rollout() -> None:
-    """A round waits for every running rollout, whoever asks first."""
-
-    async def scenario() -> None:
-        rounds = Rounds(3, LIMITS)
-        asked = [asyncio.ensure_future(rounds.ask(i, body([i]))) for i in (2, 0)]
-        await asyncio.sleep(0)
-        assert rounds.full.empty()
-        asked.append(asyncio.ensure_future(rounds.ask(1, body([1]))))
-        await asyncio.sleep(0)
-        questions = rounds.full.get_nowait()
-        assert questions is not None
-        assert [question.prompt for question in questions] == [[0], [1], [2]]
-        for question in questions:
-            question.answer.set_result(rollout(question.prompt, [7]))
-        answers = await asyncio.gather(*asked)
-        assert [answer.token_ids.tolist() for answer in answers] == [[2, 7], [0, 7], [1, 7]]
-        assert [len(turns) for turns in rounds.turns] == [1, 1, 1]
-
-    run(scenario())
-
-
 def test_rounds_rollout_that_leaves_closes_the_round() -> None:
     """The others are not kept waiting by one that ended, and its own question is dropped."""
 

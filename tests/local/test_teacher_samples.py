@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
@@ -69,9 +68,9 @@ class Writer:
 class Head(nn.Module):
     """A model that is a head alone."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(1, vocab_size, bias=False)
+        self.head = nn.Linear(1, 1000, bias=False)
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
@@ -80,7 +79,6 @@ class Head(nn.Module):
 def writers(
     problems: Sequence[Problem],
     shares: dict[str, dict[TeacherId, float]],
-    vocab_size: int = 1000,
 ) -> Engine:
     """Return an engine whose models are writers. A prompt is the problem's number."""
     tokenized = TokenizedProblems(
@@ -91,7 +89,7 @@ def writers(
         Routing({}, shares),
     )
     loss = LOSS_TYPES["topk_forward_kl"]()
-    return Engine(tokenized, loss, Head(vocab_size), Writer(STUDENT), teachers)
+    return Engine(tokenized, loss, Head(), Writer(STUDENT), teachers)
 
 
 def numbered(count: int, environment: Callable[[int], str]) -> list[Problem]:
@@ -134,16 +132,6 @@ def test_mixture_samples_with_one_teacher_by_weight() -> None:
     rollouts = answers(writers(problems, shares), problems, student_fraction=0.0)
     assert all(one.by_teacher for one in rollouts) and len(rollouts) == 400
     assert 65 < sum(int(one.token_ids[1]) == SUMS for one in rollouts) < 135
-
-
-def test_teachers_token_beyond_the_students_head_is_refused() -> None:
-    """A larger teacher's id has no row in the student's head, and nothing comes before it."""
-    problems = numbered(9, lambda i: "sums")
-    engine = writers(problems, OWN, vocab_size=SUMS)
-    with pytest.raises(
-        InvalidAnswer, match=r"\[teachers.sums\] began an answer with id 200, .* 200 entries"
-    ):
-        answers(engine, problems)
 
 
 @pytest.mark.parametrize(

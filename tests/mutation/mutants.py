@@ -56,7 +56,7 @@ TESTS = {
         ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
         ["tests/backends/test_lora.py"],
     ),
-    "local/ahead.py": ["tests/local/test_ahead_schedule.py"],
+    "local/ahead.py": ["tests/local/test_ahead.py"],
     "recipe/watchers.py": ["tests/recipe/test_until.py"],
     **dict.fromkeys(("recipe/diloco.py", "recipe/rules.py"), ["tests/recipe/test_rules.py"]),
     "local/collect.py": ["tests/local/test_collect.py"],

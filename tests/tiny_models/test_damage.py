@@ -12,7 +12,6 @@ from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.prepare import DamagedConfig
 from prime_composer.tiny_models.cache import cache_key, prepare_model
-from prime_composer.tiny_models.rounding import round_to_nearest
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
 
@@ -109,21 +108,6 @@ def test_model_without_layers_is_that_cut_by_hand(
     assert description["layers"] == LAYERS - len(dropped)
     assert description["prepare"]["drop_layers"] == [*dropped]
     assert load_student(path)[1].get_vocab() == load_student(source)[1].get_vocab()
-
-
-def test_layers_that_are_left_are_rounded(
-    source: Path, problems: ProblemSet, tmp_path: Path
-) -> None:
-    """Layer 1 of the copy is layer 2 of the source, with each matrix rounded."""
-    config = without(source, 1, quantize={"bits": 3, "group": 8})
-    path = prepare_model(config, problems, tmp_path)
-    before, after = (load_student(folder)[0].state_dict() for folder in (source, path))
-    name = "mlp.up_proj.weight"
-    expected = round_to_nearest(before[f"model.layers.2.{name}"], 3, 8)
-    assert torch.equal(after[f"model.layers.1.{name}"], expected)
-    assert json.loads((path / "prepare.json").read_text())["rounded"] == 4 * 7 * 16 * 16 + 4 * (
-        3 * 16 * 16
-    )
 
 
 def test_layers_elsewhere_are_found(problems: ProblemSet, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set, load_problems
@@ -90,13 +89,6 @@ def test_prepare_model_keeps_random_state_and_threads(tmp_path):
     prepare_model(TINY, PROBLEMS, tmp_path)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_models_of_other_sizes_share_the_tokenizer(tiny, cache):
-    other = prepare_model(
-        TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), PROBLEMS, cache
-    )
-    assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
 def test_pruned_model_lacks_the_smallest_weights(tiny, cache):
@@ -300,35 +292,9 @@ def test_prepare_model_too_long_example_names_the_remedy(tmp_path):
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
 
 
-def test_cached_path_imports_nothing_heavy(tmp_path, torch_forks):
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from prime_composer.problems import DataConfig, load_problem_set\n"
-        "from prime_composer.tiny_models.cache import PrepareConfig, cached_path\n"
-        "problems = load_problem_set({'problems': DataConfig(size=60)})\n"
-        "assert cached_path(PrepareConfig(), problems, Path(sys.argv[1])) is None\n"
-        "heavy = ('transformers', 'tokenizers', 'vllm', 'datasets')\n"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    done = torch_forks.run("-c", code, tmp_path)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_fine_tuning_that_diverges_is_refused(tmp_path):
     """A model of NaN is never cached; the message names the rates."""
     config = TINY.model_copy(update={"learning_rate": 1e30, "matrix_learning_rate": 1e30})
     with pytest.raises(ValueError, match="the loss of step [2-4] is .*; lower learning_rate"):
         prepare_model(config, PROBLEMS, tmp_path)
     assert cached_path(config, PROBLEMS, tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"hint_share": 0.5}, "hint_template and hint_share go together"),
-        ({"hint_share": 0.5, "hint_template": "{hint}"}, "must contain {question} and {hint}"),
-    ],
-)
-def test_prepare_config_wrong_value_names_the_key(settings, complaint):
-    with pytest.raises(ValidationError, match=complaint):
-        PrepareConfig(**settings)

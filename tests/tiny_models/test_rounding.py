@@ -11,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_student
+from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.model_files import fingerprint
 from prime_composer.cli.commands import main
-from prime_composer.local.requirements import check_models, warnings_of_paths
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.prepare import DamagedConfig
-from prime_composer.recipe.schema import RecipeError
-from prime_composer.tiny_models.cache import cache_key, cached_path, prepare_model, prepare_models
+from prime_composer.tiny_models.cache import cache_key, prepare_model
 from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
@@ -140,16 +137,6 @@ def test_linear_layers_leave_the_output_head_out(source: Path) -> None:
     assert len(list(linear_layers(model))) == 7
 
 
-def test_group_that_divides_no_layer_names_it(
-    source: Path, problems: ProblemSet, tmp_path: Path
-) -> None:
-    """Nothing is left in the cache."""
-    with pytest.raises(ValueError, match=r"quantize.group = 12 does not divide the 16 inputs of "
-                       r"model.layers.0.self_attn.q_proj in .*; choose a divisor"):  # fmt: skip
-        prepare_model(rounded(source, group=12), problems, tmp_path)
-    assert cached_path(rounded(source, group=12), problems, tmp_path) is None
-
-
 def test_rounded_model_is_cached_by_content_and_settings(
     source: Path, problems: ProblemSet, tmp_path: Path
 ) -> None:
@@ -189,31 +176,6 @@ def test_fingerprint_reads_the_ends_of_a_large_file(tmp_path: Path) -> None:
     assert fingerprint(str(tmp_path)) == first
     assert fingerprint(str(tmp_path / "no-folder")) is None
     assert fingerprint("org/never-downloaded") is None
-
-
-def test_fingerprint_of_a_hub_id_is_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cached commit names the content; nothing is downloaded."""
-    import huggingface_hub
-
-    snapshot = tmp_path / "snapshots" / "1234abcd" / "config.json"
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(snapshot))
-    assert fingerprint("org/model") == "1234abcd"
-
-
-def test_missing_model_to_round_is_one_sentence(tmp_path: Path, problems: ProblemSet) -> None:
-    """It is the sentence of `model`, before the run and where it is prepared alone."""
-    recipe = parse_recipe({**recipe_of("/no/such/folder"), "teacher": {"model": "/no/such/folder"}})
-    words = "is neither a directory on this machine nor written as a hub id"
-    with pytest.raises(RecipeError) as caught:
-        check_models(recipe)
-    assert str(caught.value) == f"[student.prepare] from = '/no/such/folder' {words}"
-    assert warnings_of_paths(recipe)[0] == (
-        f"warning: [student.prepare] from = '/no/such/folder' {words}"
-    )
-    with pytest.raises(ModelUnavailable, match=f"Could not load /no/such/folder: it {words}"):
-        prepare_models(recipe, problems)
 
 
 def test_export_names_the_rounded_model(

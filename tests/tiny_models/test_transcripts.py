@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.orders import Order, draw_orders
 from prime_composer.tiny_models.cache import cache_key, prepare_model
 from prime_composer.tiny_models.training import _padded, train_tokenizer
@@ -91,13 +91,6 @@ def test_tokenizer_has_one_token_per_mark_and_per_name(tokenizer: Any) -> None:
         ids, _ = example_of(json.dumps(messages_of_order(order)), tokenizer)
         for name in (order.item, order.shop):
             assert pieces(tokenizer, ids).count(name) == 2
-
-
-def test_tokenizer_of_problems_alone_has_no_template() -> None:
-    """What other recipes build is as it was."""
-    plain = train_tokenizer(load_problem_set({"problems": DataConfig(size=60)}), 300)
-    assert plain.chat_template is None
-    assert not set(MARKS) & plain.get_vocab().keys()
 
 
 def test_example_of_a_turn_that_changes_is_refused(tokenizer: Any) -> None:
