@@ -43,28 +43,6 @@ def steps_of(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
 
 
-def test_train_error_before_the_update_saves_the_step_before(
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A teacher that is away in step 4 costs that step: step 3 is saved, though it is not due."""
-    raw = tiny_recipe(trainer__steps=6)
-    failing(monkeypatch, Collector, "sample", 4, ServerGone("the teacher at http://h:1 is away."))
-    with pytest.raises(RunStopped) as caught:
-        run(raw, tmp_path / "run")
-    assert str(caught.value) == (
-        "the teacher at http://h:1 is away; step 3 is saved in "
-        f"{tmp_path}/run/checkpoints/step_000003"
-    )
-    assert caught.value.checkpoint is not None and caught.value.checkpoint.step == 3
-    assert isinstance(caught.value.__cause__, ServerGone)
-    monkeypatch.undo()
-    run(raw, tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "run", whole)
-
-
 def test_train_error_after_the_update_saves_that_step(
     whole: Path,  # noqa: F811
     tiny_recipe: Raw,
