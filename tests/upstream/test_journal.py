@@ -43,7 +43,7 @@ def train(loader, losses):
 
 
 @pytest.mark.parametrize("first", [0, 1])  # steps count from 0 in v0.6, later from 1
-@pytest.mark.parametrize("done", [1, 3, 5])
+@pytest.mark.parametrize("done", [1, 5])
 def test_resume_goes_on_as_an_uninterrupted_run(start, tmp_path, capfd, first, done):
     """The run dies one step after its checkpoint."""
     for name in ("whole", "cut"):

@@ -28,15 +28,10 @@ K = 4
 LOSS = {"type": "topk_reverse_kl", "k": K}
 
 
-def reading_as(tokenizer, asked=None):
-    """Return the answers of a server with a tokenizer and room for 512 tokens.
-
-    It scores nothing. ``asked`` receives the paths.
-    """
+def reading_as(tokenizer):
+    """Return the answers of a server that reads up to 512 tokens, and scores nothing."""
 
     def answer(path, body):
-        if asked is not None:
-            asked.append(path)
         if path == "/tokenize":
             ids = tokenizer.encode(body["prompt"], add_special_tokens=False)
             return Reply.of({"tokens": ids, "count": len(ids), "max_model_len": 512})

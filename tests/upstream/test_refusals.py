@@ -78,19 +78,12 @@ ROWS = {
 
 FINE = {
     "least advantage without a teacher in it": (TOP, {}, source(min_abs_advantage=0.02)),
-    "a least advantage of zero": (BOTH, {}, source(min_abs_advantage=0.0)),
     "top-p of rewards": (RL, {}, source(sampling={"top_p": 0.9})),
     "no top-k": (TOP, {}, source(sampling={"top_p": 1.0, "top_k": -1, "extra_body": {"top_k": 0}})),
-    "experts that no support needs": (SAMPLED, {}, {"trainer": {"enable_router_replay": True}}),
     "experts where the trainer asks": (
         TOP, {"asked_by": "trainer"}, {**source(), "trainer": {"enable_router_replay": True}}),
-    "optimizer states on the CPU": (FULL, {}, {**source(), **trainer(optim_cpu_offload=True)}),
     "a top K and a head on the CPU": (TOP, {}, trainer(full_offload=True)),
     "hints by the orchestrator": (TOP, {}, source(algo={"type": "opsd"})),
-    "hints of no source": (
-        TOP, {"asked_by": "trainer"},
-        {"orchestrator": {"algo": {"type": "opsd"}, "train": {"source": [
-            {"name": "a", "resolved_name": "a", "algo": OPD}]}}}),
 }  # fmt: skip
 
 
