@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from docs.losses import generate, page_parser
-from prime_composer.contract import Count
 from prime_composer.local.evaluate import SUMS
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL
@@ -34,7 +33,6 @@ OF_LOSSES = {
     "divergence": "the loss: its own divergence (self_distillation: before the ratio)",
     "cross_entropy": "the loss: cross-entropy with the moving target",
     "nll": "the loss: -log p of the data's tokens",
-    "loss": "the loss of a pair",
     "reverse_kl": "the reverse KL, on the support or of the sampled token (`on`)",
     "forward_kl": "the forward KL of the support",
     "head": "the part on the teacher's top K",
@@ -67,9 +65,6 @@ OF_LOSSES = {
     "unmasked_mismatch_kl": "the same of kept tokens",
     "masked_advantage_positive": "share of dropped tokens with an advantage above 0",
     "masked_advantage_negative": "share of dropped tokens with one below 0",
-    "margin": "mean margin of the chosen answer",
-    "accuracy": "share of pairs in which the chosen answer is preferred",
-    "pairs": "number of pairs",
 }
 """A loss's metric without the loss's name -> what it is."""
 
@@ -161,10 +156,10 @@ GROUPS = ("rollout/token_share", "rollout/weight_share", "rollout/gradient_share
 """Names that ``step.balance.shares`` completes."""
 
 
-def made_by_losses() -> tuple[dict[str, dict[str, type]], dict[str, type]]:
-    """Return the losses that make each name, with the name's type; and the modifiers' names."""
-    own: dict[str, dict[str, type]] = {}
-    others: dict[str, type] = {}
+def made_by_losses() -> tuple[dict[str, list[str]], set[str]]:
+    """Return the losses that make each name, and the modifiers' names."""
+    own: dict[str, dict[str, None]] = {}
+    others: set[str] = set()
     for loss, config_type in LOSS_TYPES.items():
         # A loss from outside may be registered in this process, and a sum has its parts' names.
         if ":" in loss or config_type.is_sum():
@@ -172,13 +167,13 @@ def made_by_losses() -> tuple[dict[str, dict[str, type]], dict[str, type]]:
         for example in config_type.examples:
             config = config_type.model_validate(example)
             mixed = config.rl_mix.loss.type if config.rl_mix else None
-            for name, value in setup_loss_fn(config)(packed_inputs(config)).metrics.items():
+            for name in setup_loss_fn(config)(packed_inputs(config)).metrics:
                 prefix, _, rest = name.partition("/")
                 if prefix in (loss, mixed):
-                    own.setdefault(rest, {})[prefix] = type(value)
+                    own.setdefault(rest, {})[prefix] = None
                 else:
-                    others[name] = type(value)
-    return own, others
+                    others.add(name)
+    return {name: [*makers] for name, makers in own.items()}, others
 
 
 def made_on_one_machine() -> set[str]:
@@ -233,7 +228,7 @@ def page() -> str:
     """Return the generated part of the page."""
     own, others = made_by_losses()
     explained(set(own), OF_LOSSES, "OF_LOSSES")
-    explained(set(others), OF_MODIFIERS, "OF_MODIFIERS")
+    explained(others, OF_MODIFIERS, "OF_MODIFIERS")
     known = {*OF_A_STEP, *OF_AN_EVALUATION} - {"loss", "grad_norm", "lr", "tokens_per_second"}
     explained(
         made_on_one_machine() | {f"{DISTILLATION_KL}/{{}}"}, dict.fromkeys(known, ""), "steps"
@@ -243,8 +238,6 @@ def page() -> str:
     for name, makers in own.items():
         few = ", ".join(f"`{loss}`" for loss in makers)
         losses[name] = few if len(makers) <= most else f"{len(makers)} losses"
-        if issubclass(next(iter(makers.values())), Count):
-            losses[name] += "; a sum"
     sections = (
         "## Of a loss\n\n`TYPE/METRIC`, such as `topk_reverse_kl/kl`; of a channel of `compose` "
         "`compose/CHANNEL/METRIC`, and `compose/CHANNEL/loss`. Means over the tokens that train.\n",

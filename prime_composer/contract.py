@@ -9,8 +9,8 @@ token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
-``hidden_states``, ``token_ids``, ``segment_ids``, ``sampled``, ``balance``, ``replay``,
-``untempered_logprobs`` and the metric types are additions.
+``hidden_states``, ``token_ids``, ``segment_ids``, ``sampled``, ``balance``,
+``untempered_logprobs`` and ``Mean`` are additions.
 """
 
 import math
@@ -400,8 +400,6 @@ class LossInputs:
         sampled: the text that the tokens are of, with those between them, and with sampled tokens
             that do not train for want of a score. None: the mask has all sampled tokens.
         balance: weight of each token by the loss's ``Balance``, [seq]. None without one.
-        replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
-            and 2i + 1 the rejected response of pair i. None without pairs.
         untempered_logprobs: log p at temperature 1, [seq], with the gradient. None where that is
             ``trainer_logprobs``, and inside prime-rl, whose trainer has the other alone.
         stops: log p at the ids of the loss's ``Stops``. None without them.
@@ -419,7 +417,6 @@ class LossInputs:
     segment_ids: Int[Tensor, " seq"] | None = None
     sampled: SampledText | None = None
     balance: Float[Tensor, " seq"] | None = None
-    replay: "LossInputs | None" = None
     untempered_logprobs: Float[Tensor, " seq"] | None = None
     stops: StopLogprobs | None = None
 
@@ -438,9 +435,8 @@ class LossOutputs:
         loss: SUM over the tokens of the mask, 0-dim, in the graph. The trainer divides by the
             global token count.
         metrics: 0-dim detached tensors, the same keys on every call. A loss function returns bare
-            names, and a bound loss puts ``<loss>/`` in front. The type says how a trainer joins
-            micro-batches: a plain tensor is a mean over all their tokens, see ``Mean``,
-            ``PairMean`` and ``Count``.
+            names, and a bound loss puts ``<loss>/`` in front. A trainer joins micro-batches by what
+            a metric is a mean over: all tokens if it is a plain tensor, else see ``Mean``.
     """
 
     loss: Float[Tensor, ""]
@@ -453,31 +449,18 @@ def given(value: T | None) -> T:
     return value
 
 
-class _Metric(Tensor):
-    """A detached tensor with a type of its own. Operations on it return plain tensors."""
+class Mean(Tensor):
+    """Metric that is a mean over some things, such as the tokens that a modifier has left.
+
+    The mean is 0 where there are none. It is detached, and operations on it return plain tensors.
+    """
 
     # torch annotates the stub of this attribute as a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, value: Tensor, *args: Any) -> Any:
-        return Tensor._make_subclass(cls, value.detach())
+    count: Tensor  # their number, 0-dim
 
-
-class Mean(_Metric):
-    """Metric that is a mean over some things, such as the tokens that a modifier has left.
-
-    The mean is 0 where there are none.
-    """
-
-    count: Tensor | None  # their number, 0-dim. None: all tokens of the micro-batch.
-
-    def __init__(self, value: Tensor, count: Tensor | None = None):
-        self.count = None if count is None else count.detach()
-
-
-class PairMean(Mean):
-    """Metric of preference pairs. Without a ``count`` it is a mean over all of the micro-batch."""
-
-
-class Count(_Metric):
-    """Metric that is a number of things: micro-batches add up."""
+    def __new__(cls, value: Tensor, count: Tensor) -> "Mean":
+        metric = Tensor._make_subclass(cls, value.detach())
+        metric.count = count.detach()
+        return metric

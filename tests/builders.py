@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_composer.contract import Logits, LossInputs, StopLogprobs, Support, TwoHeads
-from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.losses import LossConfig
 from prime_composer.recipe.schema import Recipe
 from prime_composer.samplers.registry import BackendSpec
 
@@ -75,9 +75,6 @@ def packed_inputs(
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
         balance=torch.rand(seq, generator=g, dtype=torch.float64).to(dtype) + 0.5,
         stops=stop_logprobs(config.stop_ids, log_p, leaf),
-        replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
-        if "replay" in config.needs
-        else None,
     )
 
 
@@ -127,7 +124,7 @@ def student_leaves(inputs: LossInputs) -> list[Tensor]:
     ]
     leaves += [x for x in [inputs.hidden_states.student.weight] if x.requires_grad]
     leaves += [] if inputs.stops is None else [inputs.stops.logprobs, inputs.stops.tempered]
-    return leaves + (student_leaves(inputs.replay) if inputs.replay else [])
+    return leaves
 
 
 def rows(inputs: LossInputs, index: Tensor, **changed: Any) -> LossInputs:
@@ -148,7 +145,6 @@ def mapped(inputs: LossInputs, change: Callable[[Any], Any], **changed: Any) -> 
         *(change(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
     )
     values["hidden_states"] = with_hidden(inputs.hidden_states, change)
-    values["replay"] = inputs.replay and mapped(inputs.replay, change, **changed)
     values["stops"] = inputs.stops and StopLogprobs(
         inputs.stops.token_ids, change(inputs.stops.logprobs), change(inputs.stops.tempered)
     )
@@ -186,7 +182,6 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     )
     others = iter(b.hidden_states.sides if b.hidden_states else ())
     values["hidden_states"] = with_hidden(a.hidden_states, lambda x: cat(x, next(others).hidden))
-    values["replay"] = a.replay and concatenated(a.replay, b.replay)
     values["stops"] = a.stops and StopLogprobs(
         a.stops.token_ids, *map(cat, a.stops[1:], b.stops[1:])
     )
@@ -219,7 +214,6 @@ def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
             spoiled(inputs.support.student_logprobs),
         ),
         hidden_states=with_hidden(inputs.hidden_states, spoiled),
-        replay=inputs.replay and with_garbage(inputs.replay, *garbage),
         stops=inputs.stops
         and StopLogprobs(inputs.stops.token_ids, *map(spoiled, inputs.stops[1:])),
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from docs.losses import summary_of
-from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, Support
+from prime_composer.contract import LossInputs, LossOutputs, Mean, Support
 from prime_composer.losses import (
     LOSS_FNS,
     LOSS_TYPES,
@@ -111,8 +111,7 @@ def with_stops(cls: type[LossConfig]) -> Iterator[dict[str, Any]]:
 
 
 def with_weights(inputs: LossInputs, weights: Tensor | None) -> LossInputs:
-    replay = inputs.replay and dataclasses.replace(inputs.replay, loss_weights=weights)
-    return dataclasses.replace(inputs, loss_weights=weights, replay=replay)
+    return dataclasses.replace(inputs, loss_weights=weights)
 
 
 def loss_and_grads(config: LossConfig, inputs: LossInputs) -> tuple[LossOutputs, list[Tensor]]:
@@ -133,7 +132,7 @@ def test_the_loss_is_in_the_graph_and_metrics_are_detached(representative):
     assert out.metrics
     for name, value in out.metrics.items():
         assert value.shape == () and not value.requires_grad and value.isfinite(), name
-        assert type(value) in (Tensor, Mean, PairMean, Count), name
+        assert type(value) in (Tensor, Mean), name
         assert "/" in name
 
 
@@ -199,9 +198,9 @@ def test_weights_scale_the_loss(config):
 
 
 def test_a_token_of_weight_zero_does_not_train(config):
-    """A whole pair of sequences has weight 0, for the losses over sequences and pairs."""
+    """Whole sequences have weight 0, for the losses over sequences."""
     inputs = packed_inputs(config, mask=torch.ones(12, dtype=torch.bool))
-    zero = inputs.segment_ids // 2 == 0
+    zero = inputs.segment_ids < 2
     weights = torch.where(zero, 0.0, 1.0).double()
     _, grads = loss_and_grads(config, with_weights(inputs, weights))
     assert all((g[zero] == 0).all() for g in grads)
@@ -243,9 +242,7 @@ def test_precision_and_mask_change_no_number(precision):
         config = config.model_copy(update={"k": min(config.k, VOCAB // 2)})
     mask = (torch.arange(12) - 7) % 12 < counted
     inputs = packed_inputs(config, dtype=dtype, mask=mask)
-    # One row of each sequence stays, so that preference pairs have both.
-    starts = inputs.segment_ids.diff(prepend=torch.tensor([-1])) > 0
-    kept = (mask | starts).nonzero().squeeze(1)
+    kept = mask.nonzero().squeeze(1)
     alone = rows(cast(inputs, torch.float64), kept)
     out, expected = loss_and_grads(config, alone)
     expected.insert(3, expected[2].T @ alone.hidden_states.student.hidden.detach())

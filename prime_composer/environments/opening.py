@@ -48,9 +48,6 @@ def refuse_what_needs_problems(recipe: Recipe) -> None:
         "rollout.student_fraction below 1: only the student plays environments": (
             recipe.rollout.student_fraction < 1
         ),
-        "the loss compares the answers of a group, and a rollout may be several samples": (
-            recipe.loss.reads_pairs and recipe.replay.source == "rollouts"
-        ),
         'tokenizer = "own" of a teacher: messages are rendered for the student; run the recipe '
         "with --engine prime-rl": any(teacher.tokenizer == "own" for teacher in teachers),
     }

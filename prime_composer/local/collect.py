@@ -1,4 +1,4 @@
-"""Collect the batch of one step: sample, grade, pair and score rollouts."""
+"""Collect the batch of one step: sample, grade and score rollouts."""
 
 import random
 import time
@@ -22,16 +22,15 @@ from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
-from prime_composer.problems.order import environment_batches, prompt_batches
+from prime_composer.problems.order import environment_batches
 from prime_composer.problems.prompts import marks_of
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.balance import balanced, share_metrics
-from prime_composer.step.batch import Batch, PreferencePair, Sample
+from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.collapse import collapse_metrics, end_metrics
 from prime_composer.step.overflow import head_of
-from prime_composer.step.replay import pairs_of_rollouts
 
 if TYPE_CHECKING:
     from prime_composer.local.watch import Watch
@@ -241,22 +240,15 @@ class Collector:
         return samples
 
     def score(self, samples: Sequence[Sample], step: int) -> Batch:
-        """Return the samples with the teacher's scores, and the step's preference pairs."""
-        engine, replay, loss = self.engine, self.recipe.replay, self.engine.loss
-        pairs: Sequence[PreferencePair] = ()
+        """Return the samples with the teacher's scores."""
+        engine, loss = self.engine, self.engine.loss
         with self.clock.phase("score"):
-            if loss.reads_pairs and replay.source == "rollouts":
-                pairs = pairs_of_rollouts(samples, replay.pairs_per_step)
-            elif loss.reads_pairs:
-                size, seed = len(engine.pairs), self.recipe.trainer.seed
-                order = prompt_batches(size, replay.pairs_per_step, seed, step - 1)
-                pairs = [engine.pairs[index] for index in order]
             scored, metrics = engine.score(samples)
             if loss.balance is not None:
                 scored = balanced(scored, loss.balance)
         of_teacher = engine.reward_scale is None
         self.metrics |= metrics | end_metrics(scored, of_teacher) | share_metrics(scored)
-        return Batch(scored, pairs, self.recipe.rollout.temperature, of_teacher)
+        return Batch(scored, self.recipe.rollout.temperature, of_teacher)
 
 
 def episode_metrics(outcomes: Sequence[Episode | Failure], tokenizer: Any) -> dict[str, float]:

@@ -39,7 +39,6 @@ from prime_composer.recipe.schema import (
     Recipe,
     TeacherConfig,
 )
-from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.tiny_models.cache import cached_path, is_shipped
 
@@ -192,8 +191,6 @@ def check_sequences(
     tokenized, lines = with_ends(tokenized, recipe.rollout.stop, folder, readers, folders)
     context = context_of(recipe, tokenized, folders)
     setup_loss_fn(with_token_ids(recipe.loss, tokenizer))
-    if recipe.replay.path is not None:
-        read_pairs(recipe.replay.path, problems.sources, tokenizer, tokenized.ends)
     student, policy = read_config(folder).get_text_config(), None
     if recipe.policy_teacher is not None:
         # The weights are not read: "live" copies none.

@@ -18,7 +18,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
-from prime_composer.step.batch import PreferencePair, Sample, with_scores
+from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.teachers.compatibility import alien_id
 from prime_composer.teachers.mixture import Teachers
@@ -56,8 +56,6 @@ class Engine:
     policy_room: int = 0  # tokens that a policy teacher may read
     student_spec: BackendSpec | None = None  # how the sampler was opened
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
-    reference: nn.Module | None = None  # the frozen policy of the replay channel's loss
-    pairs: Sequence[PreferencePair] = ()  # the preference pairs of a file
     environments: "Environments | None" = None
     context: int = 0  # longest sequence in tokens that the engines read
     latent: LatentWeights | None = None  # behind a student that trains quantized
@@ -213,7 +211,7 @@ class Engine:
 
     @cached_property
     def data_digests(self) -> dict[str, str]:
-        return data_digests(self.problems.problem_set, self.pairs)
+        return data_digests(self.problems.problem_set)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the student."""
@@ -222,7 +220,7 @@ class Engine:
         return moving | {IDENTITY: {"data": self.data_digests, "teachers": headers}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Other data, pairs or tapes are refused."""
+        """Restore what ``state_dict`` returned. Other data or tapes are refused."""
         tapes = {} if self.teachers is None else self.teachers.tapes
         alone = {one.table: tape.header for one, tape in tapes.items() if tape.live is None}
         check_identity(state.get(IDENTITY, {}), self.data_digests, alone)

@@ -1,27 +1,24 @@
 """What a run reads besides its recipe: a resumed run has to find it as it was."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.samplers.registry import BackendSpec
-from prime_composer.step.batch import PreferencePair
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.tape.opening import header_of, is_same_teacher
 
 WHOSE = ("model", "fingerprint", "dtype")  # Of a tape's header: these name a teacher
 
 
-def data_digests(problems: ProblemSet, pairs: Sequence[PreferencePair]) -> dict[str, str]:
-    """Return digests of data and replay pairs, by the words that name them."""
-    sides = (one for pair in pairs for one in (pair.chosen, pair.rejected))
+def data_digests(problems: ProblemSet) -> dict[str, str]:
+    """Return digests of the data, by the words that name them."""
     return {
         "the problems to train on": _digest(problems.practice),
         "the problems to evaluate": _digest(problems.held_out),
-        "the pairs of [replay] path": _digest(one.rollout.token_ids.tolist() for one in sides),
     }
 
 

@@ -33,7 +33,6 @@ from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
-from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_prompt import PLAIN, OwnPromptScorer, TeacherPrompts
@@ -75,15 +74,6 @@ def open_engine(
             opening.teachers(engine)
         if engine.environments is not None:
             engine.environments.room = conversation_room(engine.context, engine.teachers)
-        if recipe.loss.reads_pairs:
-            channels = recipe.loss.channels
-            if any(one.on_pairs and "ref_logprobs" in one.loss.needs for one in channels):
-                engine.reference = opening.frozen_start(engine)
-            if (path := recipe.replay.path) is not None:
-                tokenized = engine.problems
-                engine.pairs = read_pairs(
-                    path, problems.sources, tokenized.tokenizer, tokenized.ends
-                )
         opened.pop_all()
     return engine
 
@@ -189,18 +179,6 @@ class Opening:
             model, lora, origin, seed, merge, checkpoint=self.student_dir
         )
         return model, tokenizer, adapter
-
-    def frozen_start(self, engine: Engine) -> nn.Module:
-        """Return the student as it is before the first step, which does not train."""
-        config = self.recipe.student
-        if config.lora is not None and config.lora.start is None:
-            return base_of(engine.model)
-        start, _ = load_student(self.origin, config.load)
-        fix_frequencies(start, engine.sampler.limits.max_model_len or engine.context)
-        round_student(start, config)
-        if config.lora is not None:
-            LoraAdapter.of_model(start, config.lora, self.origin, seed=0)
-        return start.requires_grad_(False)
 
     def teachers(self, engine: Engine) -> None:
         """Open the teachers that are models of their own, and their tapes."""

@@ -79,7 +79,6 @@ class Student:
         self.model = engine.model  # with the weights that it is served with
         self.config = recipe.trainer
         self.loss = setup_loss_fn(with_token_ids(recipe.loss, engine.problems.tokenizer))
-        self.reference = engine.reference
         # None where sampler and student compute different distributions
         self.sampler_check = SamplerCheck.of_recipe(recipe)
         self.latent = engine.latent
@@ -105,9 +104,7 @@ class Student:
             group["lr"] = lr
         mismatch = None if self.sampler_check is None else Mismatch(self.sampler_check)
         return_freed_memory(self.model)
-        metrics = accumulate_gradients(
-            self.model, self.loss, batch, self.config, step, self.reference, mismatch
-        )
+        metrics = accumulate_gradients(self.model, self.loss, batch, self.config, step, mismatch)
         if mismatch is not None:
             metrics |= mismatch.result(step)
         if self.latent is not None:

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.model_files import read_json
 from prime_composer.backends.protocols import Rollout
@@ -29,7 +31,6 @@ from prime_composer.problems.prompts import (
 )
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
-from prime_composer.step.replay import response
 from prime_composer.teachers.compatibility import common_ends
 from prime_composer.teachers.tape.store import HEADER_FILE
 from prime_composer.teachers.tokenizer_pair import ends_of
@@ -133,7 +134,8 @@ class TokenizedProblems:
         """Return the data's solution of a problem in the form of a rollout."""
         config, prompt = self.problem_set.config_of(problem), self.prompt(problem)
         answer = render_answer(problem, problem.answer, config, self.tokenizer, self.ends)
-        return response(prompt, answer, prompt_index)
+        token_ids = torch.tensor([*prompt, *answer])
+        return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
     def decode(self, completion_ids: Sequence[int]) -> str:
         """Return a completion as text, without its end and special tokens."""

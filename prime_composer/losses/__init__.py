@@ -53,9 +53,5 @@ from prime_composer.losses.policy_gradients import (
     SampledReverseKLLossConfig as SampledReverseKLLossConfig,
 )
 from prime_composer.losses.sft import SFTLossConfig as SFTLossConfig
-from prime_composer.losses.preferences import (
-    DPOLossConfig as DPOLossConfig,
-    SimPOLossConfig as SimPOLossConfig,
-)
 from prime_composer.losses.compose import ComposeLossConfig as ComposeLossConfig
 # isort: on

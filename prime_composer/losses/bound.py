@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, Support, given
+from prime_composer.contract import LossInputs, LossOutputs, Mean, Support, given
 from prime_composer.full_vocabulary import WholeVocabulary
 from prime_composer.losses.config import LossConfig, Term, loss_type
 from prime_composer.losses.needs import require_inputs
@@ -84,17 +84,16 @@ class Objective:
     def _sum(self, inputs: LossInputs) -> LossOutputs:
         """Return the sum of weight times each term's sum, and the metrics of all terms."""
         inputs, metrics = _modified(inputs, self.config.modifiers)
-        # The anchor keeps a micro-batch of pairs alone in the graph of the policy's log-probs.
-        loss = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum() * 0.0
+        losses = []
         for name, (term, objective) in self.terms.items():
-            outputs = objective(given(inputs.replay) if term.on_pairs else inputs)
-            loss = loss + term.weight * outputs.loss
-            metrics |= _per_pair(outputs.metrics) if term.on_pairs else outputs.metrics
-            if not term.mixed and not term.on_pairs:
+            outputs = objective(inputs)
+            losses.append(term.weight * outputs.loss)
+            metrics |= outputs.metrics
+            if not term.mixed:
                 tokens = inputs.loss_mask.sum()
                 mean = Mean(outputs.loss / tokens.clamp(min=1), tokens)
                 metrics[f"{self._prefix}{name}/loss"] = mean
-        return LossOutputs(loss=loss, metrics=metrics)
+        return LossOutputs(loss=sum(losses[1:], losses[0]), metrics=metrics)
 
     def end_step(self) -> None:
         """Advance the schedules, once per optimizer step. Every rank has to call it.
@@ -201,15 +200,5 @@ def _prefixed(metrics: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the metrics under full names. A graph, which would hold memory, is cut off."""
     return {
         f"{prefix}{name}": value.detach() if value.requires_grad else value
-        for name, value in metrics.items()
-    }
-
-
-def _per_pair(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Mark means over pairs and over their tokens, which a step without pairs has none of."""
-    return {
-        name: value
-        if isinstance(value, (PairMean, Count))
-        else PairMean(value, getattr(value, "count", None))
         for name, value in metrics.items()
     }

@@ -1,14 +1,13 @@
 """Several objectives at once: a weighted sum of named channels over the same tokens.
 
-    L = w_rl RL + sum_i w_i KD_i + w_replay REPLAY
+    L = w_rl RL + sum_i w_i KD_i
 
-``rl`` learns from rewards, each entry of ``distillation`` from a teacher, and ``replay`` from
-preference pairs, a pack of its own in ``LossInputs.replay``. The weight of ``rl`` is 1 by default,
-and every other weight is 0. Channels with weight 0 are skipped and have no requirements.
+``rl`` learns from rewards, and each entry of ``distillation`` from a teacher. The weight of ``rl``
+is 1 by default, and every other weight is 0. Channels with weight 0 are skipped and have no
+requirements.
 
-All channels but ``replay`` are sums over the same tokens, so that their weights compare per token.
-``replay`` is a sum over pairs, which the trainer scales by ``LossInputs.replay.loss_weights``. Each
-channel keeps its own modifiers and its own schedule. Metrics are ``compose/<channel>/<what>``.
+All channels are sums over the same tokens, so that their weights compare per token. Each keeps its
+own modifiers and its own schedule. Metrics are ``compose/<channel>/<what>``.
 
 Stale rollouts: as each channel has it, with or without an importance ratio.
 """
@@ -64,7 +63,6 @@ class ComposeLossConfig(LossConfig):
                 "moving": {"weight": 0.25, "loss": {"type": "taid", "total_steps": 10, "k": 8}},
                 "off": {"loss": {"type": "topk_forward_kl", "k": "full"}},
             },
-            "replay": {"weight": 0.1, "loss": {"type": "dpo"}},
             "position_weights": {},
         },
     )
@@ -77,9 +75,6 @@ class ComposeLossConfig(LossConfig):
     """``[loss.distillation.<name>]``: weight, and ``[loss.distillation.<name>.loss]``, any number
     of them."""
 
-    replay: Channel | None = None
-    """``[loss.replay]``: weight, and ``[loss.replay.loss]`` of type dpo or simpo."""
-
     @model_validator(mode="after")
     def _channels_fit(self) -> "ComposeLossConfig":
         require_channel(self.rl.loss, "rl", "rl.loss")
@@ -89,13 +84,10 @@ class ComposeLossConfig(LossConfig):
                 raise ValueError(
                     f"distillation.{name}.loss: compose does not nest; name its channels here."
                 )
-            if name in ("rl", "replay"):
+            if name == "rl":
                 raise ValueError(
-                    f"distillation.{name}: choose another name, "
-                    f"[loss.{name}] is a channel of its own."
+                    "distillation.rl: choose another name, [loss.rl] is a channel of its own."
                 )
-        if self.replay is not None:
-            require_channel(self.replay.loss, "replay", "replay.loss")
         if not self.channels:
             raise ValueError(
                 "every channel's weight is 0: nothing would train. "
@@ -111,17 +103,12 @@ class ComposeLossConfig(LossConfig):
             Term(name, f"distillation.{name}.loss", channel.weight, channel.loss)
             for name, channel in self.distillation.items()
         ]
-        if self.replay is not None:
-            pairs = Term(
-                "replay", "replay.loss", self.replay.weight, self.replay.loss, on_pairs=True
-            )
-            channels.append(pairs)
         return tuple(channel for channel in channels if channel.weight > 0)
 
     @property
     def support(self) -> SupportRequest | None:
         """The largest support of all channels. Each channel reads its own K of it."""
-        requests = [term.loss.support for term in self.channels if not term.on_pairs]
+        requests = [term.loss.support for term in self.channels]
         given = [request for request in requests if request is not None]
         choosers = {request.chosen_by for request in given}
         numbers = [request.k for request in given if request.k != "full"]

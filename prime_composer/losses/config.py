@@ -27,7 +27,7 @@ from prime_composer.losses.shared.modifiers import (
 from prime_composer.losses.shared.stops import Stops
 from prime_composer.tables import Table
 
-ChannelName = Literal["rl", "distillation", "replay"]  # What a loss learns from
+ChannelName = Literal["rl", "distillation"]  # What a loss learns from
 
 SupportSize = PositiveInt | Literal["full"]  # K ids per position, or the whole vocabulary
 
@@ -48,7 +48,6 @@ class Term:
     key: str  # recipe key of the term's loss, below the sum's own table. "" for that table itself.
     weight: float
     loss: "LossConfig"
-    on_pairs: bool = False  # it reads ``LossInputs.replay`` instead of the rollouts
     # its metrics are named as if the loss stood alone, not below ``name``
     mixed: bool = False
 
@@ -132,7 +131,7 @@ class LossConfig(Table):
 
     @model_validator(mode="after")
     def _has_what_its_modifiers_change(self) -> "LossConfig":
-        of_teacher = self.own_needs & OF_TEACHER if self.channel != "replay" else frozenset()
+        of_teacher = self.own_needs & OF_TEACHER
         for key, has, what in (
             ("clamp", of_teacher, "no divergence per token from a teacher"),
             ("stops", of_teacher - {"ref_logprobs"}, "no top K of a teacher, of which they are"),
@@ -216,9 +215,6 @@ class LossConfig(Table):
         found[section] = (self, self._needs_without_terms)
         for term in self.terms:
             below = f"{section}.{term.key}" if term.key else section
-            if term.on_pairs:
-                found[below] = (term.loss, frozenset({"replay"}))
-                continue
             for place, (loss, needs) in term.loss.needs_by_section(below).items():
                 _, others = found.get(place, (loss, frozenset()))
                 found[place] = (loss, needs | others)
@@ -233,11 +229,6 @@ class LossConfig(Table):
     def reads_hidden_states(self) -> bool:
         """Whether a teacher is asked for hidden states, and not for log-probs of K ids alone."""
         return "hidden_states" in self.needs
-
-    @property
-    def reads_pairs(self) -> bool:
-        """Whether the loss, or a channel of it, reads preference pairs."""
-        return "replay" in self.needs
 
     @property
     def reads_rewards_and_teacher(self) -> bool:
@@ -276,7 +267,7 @@ class LossConfig(Table):
     def reads_sampler(self) -> bool:
         """Whether ``inference_logprobs`` matter. Dataset text has none."""
         return bool(self._needs_without_terms & {"ref_logprobs", "advantages"}) or any(
-            term.loss.reads_sampler for term in self.terms if not term.on_pairs
+            term.loss.reads_sampler for term in self.terms
         )
 
     def make_state(self) -> LossState | None:

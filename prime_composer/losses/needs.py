@@ -22,10 +22,6 @@ START_ADAPTER = (
 )
 _ADD_TEACHER = "Remedy: add a [teacher] table, or several [teachers.*]."
 _RUN_LOCALLY = "or run the recipe with --engine local."
-_NO_PAIRS = (
-    "prime-rl gives a loss one sequence at a time, and no field ties two of them together into a "
-    f"preference pair. Set the replay channel's weight to 0, {_RUN_LOCALLY}"
-)
 _ONE_MACHINE_HAS_IT = "prime-composer rl --config RECIPE provides it."
 
 
@@ -55,24 +51,11 @@ NEEDS: dict[str, dict[Host, str]] = {
     },
     "token_ids": {"call": "Pass LossInputs.token_ids.", "prime_rl": START_ADAPTER},
     "stops": {"call": "Pass LossInputs.stops, log p at its stop_ids.", "prime_rl": START_ADAPTER},
-    "segment_ids": {
-        "call": "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
-        "(2i chosen, 2i + 1 rejected).",
-        "prime_rl": _NO_PAIRS,
-    },
     "balance": {
         "call": "Pass LossInputs.balance: Balance.of_sequences of the whole step, for each token.",
         "prime_rl": "Its trainer gets a step's sequences one by one, and their environments not at "
         f"all: leave the table out, {_RUN_LOCALLY}",
         "trl": f"It has no environments: leave the table out. {_ONE_MACHINE_HAS_IT}",
-    },
-    "replay": {
-        "call": "Configure a source of preference pairs, or set the weight of the replay channel "
-        "to 0.",
-        "recipe": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, or name "
-        'a file of pairs with [replay] source = "jsonl" and path.',
-        "prime_rl": _NO_PAIRS,
-        "trl": "It has no preference pairs: set the weight of the replay channel to 0.",
     },
 }
 """Every optional input, by its field of ``LossInputs``, and the remedy of each host that may lack

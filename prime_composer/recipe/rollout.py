@@ -1,4 +1,4 @@
-"""Define ``[rollout]``: what samples the student's rollouts, and how; and ``[replay]``."""
+"""Define ``[rollout]``: what samples the student's rollouts, and how."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from pydantic import Field
 from prime_composer.recipe.backends import BackendName, Served, backend_of
 from prime_composer.recipe.carried import uncarried
 from prime_composer.recipe.environment import OpenTable
-from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT, Table
+from prime_composer.tables import LARGEST_BATCH, LONGEST_CONTEXT
 
 USUAL_CONTEXT = 2048  # Context of a recipe that sets none and needs no more
 
@@ -104,22 +104,3 @@ class RolloutConfig(Served):
     def trains_on_data(self) -> bool:
         """Whether some sequences are the data's own answers."""
         return self.student_fraction < 1 and not self.teacher_samples
-
-
-class ReplayConfig(Table):
-    """Where the preference pairs of the ``[loss.replay]`` channel come from."""
-
-    source: Literal["rollouts", "jsonl"] = "rollouts"
-    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
-    object per line, with the strings "question", "chosen" and "rejected"."""
-
-    path: Path | None = None
-    """For ``jsonl``: the file."""
-
-    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH)
-    """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
-    rotation."""
-
-    def refusals(self) -> Iterator[str]:
-        if (self.source == "jsonl") != (self.path is not None):
-            yield 'source = "jsonl" and `path` go together'

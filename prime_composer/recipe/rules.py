@@ -70,27 +70,15 @@ def of_uses(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@rule(
-    {
-        "`student_fraction` below 1, `environments` by id": "`rollout.other_source = 'teacher'`",
-        "`[replay] source = 'jsonl'`, `environments` by id alone": "`source = 'rollouts'`",
-    }
-)
+@rule({"`student_fraction` below 1, `environments` by id": "`rollout.other_source = 'teacher'`"})
 def of_environments_by_id(recipe: Recipe) -> Iterator[str]:
-    """They have neither solutions nor the prompts of problems."""
-    if not recipe.environments_by_id:
-        return
-    table = f"environments.{next(iter(recipe.environments_by_id))}"
-    if recipe.rollout.trains_on_data:
+    """They have no solutions."""
+    if recipe.environments_by_id and recipe.rollout.trains_on_data:
+        table = f"environments.{next(iter(recipe.environments_by_id))}"
         yield (
             "rollout.student_fraction below 1 trains on the data's solutions, and "
             f"[{table}] has an id, and no solutions: set rollout.other_source = 'teacher', or "
             "student_fraction = 1"
-        )
-    if recipe.replay.source == "jsonl" and not recipe.problem_sources:
-        yield (
-            "[replay] source = 'jsonl': its questions are asked with the prompt of a [data] "
-            f"table, and [{table}] asks its own: use source = 'rollouts'"
         )
 
 
@@ -124,11 +112,6 @@ def of_environments_of_models(recipe: Recipe) -> Iterator[str]:
 )
 def of_loss(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss
-    if loss.channel == "replay":
-        yield (
-            f"[loss] type = {loss.type!r} reads preference pairs: make it the replay "
-            "channel of a compose loss, [loss.replay] weight and [loss.replay.loss]"
-        )
     yield from missing_inputs(loss, recipe.provided_inputs, "recipe")
     if recipe.rollout.student_fraction < 1 and loss.reads_sampler:
         others = "teacher's answers" if recipe.rollout.teacher_samples else "data's solutions"
@@ -479,7 +462,7 @@ def comparable_metrics(recipe: Recipe) -> list[str]:
 
 @rule(
     {
-        "`[diloco]`, what one run decides: `[trainer.until]`, `rollout.ahead`, `[replay]`, `tape`, "
+        "`[diloco]`, what one run decides: `[trainer.until]`, `rollout.ahead`, `tape`, "
         "a `[teacher.policy]` that moves": "leave one out; `tape_only`, `update = 'live'`",
         "`[diloco]`, weights that have no mean: `student.lora`, `student.quantize`": (
             "leave one out"
@@ -499,8 +482,6 @@ def of_islands(recipe: Recipe) -> Iterator[str]:
         "leave student.quantize out": recipe.student.quantize is not None,
         "student.lora trains the factors of a product, and the product of their means is not the "
         "mean of the products: leave student.lora out": recipe.student.lora is not None,
-        "[replay] pairs would be those of an undivided run on every island: leave the replay "
-        "channel out of [loss]": recipe.loss.reads_pairs,
         "[trainer.until] is decided by evaluations, which island 0 alone has: leave "
         "[trainer.until] out": recipe.trainer.until is not None,
         "rollout.ahead samples by weights that an island may have to take back: leave "
@@ -533,23 +514,20 @@ def of_steps_of_islands(recipe: Recipe) -> Iterator[str]:
 
 @rule(
     {
-        'a graded metric, `hint = "feedback"` or `replay.source = "rollouts"`': '`"exact"`',
+        'a graded metric, `hint = "feedback"`': '`"exact"`',
         '`metric = "none"`, a loss or hint that reads rewards': 'another metric, `"contains"`',
     }
 )
 def of_rewards(recipe: Recipe) -> Iterator[str]:
     """What reads rewards has some, and what reads right and wrong no other value."""
-    policy, pairs = recipe.policy_teacher, recipe.loss.reads_pairs
+    policy = recipe.policy_teacher
     trained = {
         name: data for name, data in recipe.source_tables.items()
         if isinstance(data, DataConfig) and data.trains
     }  # fmt: skip
     hint = None if policy is None else f'teacher.policy.hint = "{policy.hint}"'
-    by_pairs = (
-        'replay.source = "rollouts"' if pairs and recipe.replay.source == "rollouts" else None
-    )
     by_loss = f'[loss] type = "{recipe.loss.type}"' if "advantages" in recipe.loss.needs else None
-    of_verdicts = hint if policy is not None and policy.hint != "reference" else by_pairs
+    of_verdicts = hint if policy is not None and policy.hint != "reference" else None
     for table, data in trained.items():
         if of_verdicts and data.graded:
             yield (
@@ -558,7 +536,7 @@ def of_rewards(recipe: Recipe) -> Iterator[str]:
                 "math metric"
             )
     for table, data in trained.items():
-        if (reader := hint or by_loss or by_pairs) and not data.scored:
+        if (reader := hint or by_loss) and not data.scored:
             yield (
                 f"{reader} needs answers or their rewards, and {table}"
                 '.metric = "none" grades nothing: choose another metric, such as "contains"'

@@ -21,7 +21,6 @@ from prime_composer.recipe.environment import AnyEnvironment, EnvironmentConfig,
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
-from prime_composer.recipe.rollout import ReplayConfig as ReplayConfig
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.teacher import OneOfSeveralConfig, ReferenceConfig, TeacherConfig
 from prime_composer.recipe.teacher import PolicyTeacherConfig as PolicyTeacherConfig
@@ -141,9 +140,6 @@ class Recipe(Table):
     """Several kinds of problems by name, instead of ``[data]``. Each is a table like it, or names
     an environment of verifiers by its ``id``."""
 
-    replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    """Where preference pairs come from."""
-
     trainer: TrainerConfig
     """The optimizer and its loop."""
 
@@ -258,13 +254,11 @@ class Recipe(Table):
     @property
     def provided_inputs(self) -> set[str]:
         """The inputs that the one-machine engine gives a loss under this recipe."""
-        provided = {"token_ids", "segment_ids", "balance", "stops"}
+        provided = {"token_ids", "balance", "stops"}
         if self.teacher_tables:
             provided |= {"ref_logprobs", "support", "hidden_states"}
         if self.rollout.group_size > 1:
-            provided |= {"advantages", "replay"}
-        if self.replay.source == "jsonl":
-            provided.add("replay")
+            provided.add("advantages")
         return provided
 
     def mixes(self, source: DataConfig | EnvironmentConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Records of one training step: samples, preference pairs, and the batch that holds both."""
+"""Records of one training step: samples, and the batch that holds them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,27 +55,13 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
 
 
 @dataclass(frozen=True, eq=False)
-class PreferencePair:
-    """A preference pair: two responses to one prompt."""
-
-    chosen: Sample
-    rejected: Sample
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longer response with its prompt."""
-        return max(self.chosen.length, self.rejected.length)
-
-
-@dataclass(frozen=True, eq=False)
 class Batch:
-    """The rollouts of one step that train, and the preference pairs of the replay channel.
+    """The rollouts of one step that train.
 
     ``of_teacher``: the scores are a teacher's log-probs, and not extrapolated ones.
     """
 
     samples: Sequence[Sample]
-    pairs: Sequence[PreferencePair] = ()
     temperature: float = 1.0
     of_teacher: bool = True
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import token_batches
-from prime_composer.contract import Count, LossInputs, LossOutputs, Mean, PairMean, given
+from prime_composer.contract import LossInputs, LossOutputs, Mean, given
 from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.losses.shared.metrics import DISTILLATION_KL, distillation_kl, token_mean
 from prime_composer.losses.shared.reductions import summed_over_ranks
@@ -16,8 +16,7 @@ from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.balance import part_names, shares
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import Mismatch
-from prime_composer.step.replay import empty_pack, pair_inputs
-from prime_composer.step.student_forward import autocast, empty_inputs, student_inputs
+from prime_composer.step.student_forward import autocast, student_inputs
 
 
 class NonFiniteLoss(RuntimeError):
@@ -26,16 +25,16 @@ class NonFiniteLoss(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPass:
-    """Inputs of one forward, whose graph leads to the model's parameters.
-
-    ``tokens`` is 0 in a micro-batch of preference pairs, and ``pairs`` in one of rollouts.
-    """
+    """Inputs of one forward, whose graph leads to the model's parameters."""
 
     inputs: LossInputs
-    names: Sequence[str]
-    tokens: int = 0
-    pairs: int = 0
-    parts: Sequence[str] = ()
+    names: Sequence[str]  # of its sequences, for messages
+    parts: Sequence[str] = ()  # of the step, one for each sequence
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens."""
+        return self.inputs.loss_mask.shape[0]
 
 
 def accumulate_gradients(
@@ -44,22 +43,20 @@ def accumulate_gradients(
     batch: Batch,
     config: TrainerConfig,
     step: int,
-    reference: nn.Module | None = None,
     mismatch: Mismatch | None = None,
 ) -> dict[str, float]:
     """Run the backward pass of the step's loss, which adds to the parameters' ``grad``.
 
-    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. Preference pairs
-    contribute their mean times the weight of their channel. The result has "loss", the step's loss
-    per token, and the loss's own metrics. It is empty where there is nothing to train on.
-    ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
+    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. The result has "loss",
+    the step's loss per token, and the loss's own metrics. It is empty where there is nothing to
+    train on. ``NonFiniteLoss`` is raised before the backward pass of its micro-batch.
     """
     divisor = float(batch.tokens) or 1.0  # where there is nothing to train on
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     divided = len(set(part_names(batch.samples))) > 1
-    for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
-        if mismatch is not None and micro_batch.tokens:
+    for micro_batch in prepare_micro_batches(model, loss, batch, config):
+        if mismatch is not None:
             mismatch.add(micro_batch.inputs)
         outputs = loss(micro_batch.inputs)
         if not torch.isfinite(outputs.loss):
@@ -67,11 +64,11 @@ def accumulate_gradients(
         (outputs.loss / divisor).backward()
         loss_sum = loss_sum + outputs.loss.detach()
         metrics = outputs.metrics
-        if micro_batch.tokens and batch.of_teacher:
+        if batch.of_teacher:
             parts = micro_batch.parts if divided else ()
             series = kl_metrics(loss, micro_batch.inputs, parts)
             metrics = metrics | {name: mean for name, mean in series.items() if mean.count}
-        averages.add(metrics, micro_batch.tokens, micro_batch.pairs)
+        averages.add(metrics, micro_batch.tokens)
     if averages.empty:
         return {}
     return {"loss": float(loss_sum) / divisor} | averages.result()
@@ -105,7 +102,7 @@ def gradient_shares(
     norms = []
     for name in dict.fromkeys(names):
         own = [one for one, of in zip(batch.samples, names, strict=True) if of == name]
-        part = dataclasses.replace(batch, samples=own, pairs=())
+        part = dataclasses.replace(batch, samples=own)
         accumulate_gradients(model, same, part, config, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         # Undone is what the part was divided by. The step's own divisor would be a factor of all.
@@ -115,29 +112,22 @@ def gradient_shares(
 
 
 class MetricAverages:
-    """A loss's metrics of a step: sums and counts of its micro-batches, each by its type."""
+    """A loss's metrics of a step: sums and counts of its micro-batches."""
 
     def __init__(self) -> None:
         self._tokens = 0
-        self._pairs = 0
         self._totals: dict[str, Tensor] = {}
-        self._types: dict[str, type[Tensor]] = {}
 
     @property
     def empty(self) -> bool:
-        """Whether no token and no pair was added."""
-        return not self._tokens and not self._pairs
+        """Whether no token was added."""
+        return not self._tokens
 
-    def add(self, metrics: dict[str, Tensor], tokens: int, pairs: int) -> None:
-        """Add one micro-batch's metrics, which hold for ``tokens`` tokens or ``pairs`` pairs."""
+    def add(self, metrics: dict[str, Tensor], tokens: int) -> None:
+        """Add one micro-batch's metrics, which hold for ``tokens`` tokens."""
         self._tokens += tokens
-        self._pairs += pairs
         for name, value in metrics.items():
-            self._types[name] = type(value)
-            own = value.count if isinstance(value, Mean) else None
-            if own is None:
-                number = pairs if isinstance(value, PairMean) else tokens
-                own = torch.tensor(1 if isinstance(value, Count) else number)
+            own = value.count if isinstance(value, Mean) else torch.tensor(tokens)
             count = own.to(value.device, torch.float64)
             # What is no mean of anything may be any number, NaN included.
             total = torch.stack([torch.where(count > 0, value.double() * count, 0.0), count])
@@ -145,23 +135,17 @@ class MetricAverages:
 
     def over_ranks(self) -> "MetricAverages":
         """Add up all ranks of a distributed run, which have the same metrics. Each has to call."""
-        own = [torch.tensor([self._tokens, self._pairs], dtype=torch.float64)]
+        own = [torch.tensor([self._tokens, 0], dtype=torch.float64)]
         own += [total.cpu() for total in self._totals.values()]
-        (tokens, pairs), *totals = summed_over_ranks(torch.stack(own))
-        self._tokens, self._pairs = int(tokens), int(pairs)
+        (tokens, _), *totals = summed_over_ranks(torch.stack(own))
+        self._tokens = int(tokens)
         self._totals = dict(zip(self._totals, totals, strict=True))
         return self
 
     def result(self) -> dict[str, float]:
-        """Return the step's value of each metric, 0 for a mean over none of its tokens."""
-        averages = {}
-        for name, (total, count) in self._totals.items():
-            kind = self._types[name]
-            if issubclass(kind, Count):
-                averages[name] = float(total)
-            elif self._pairs if issubclass(kind, PairMean) else self._tokens:
-                averages[name] = float(total) / max(float(count), 1.0)
-        return averages
+        """Return the step's mean of each metric, 0 over none of its tokens; nothing where empty."""
+        totals = {} if self.empty else self._totals
+        return {name: float(total) / max(float(n), 1.0) for name, (total, n) in totals.items()}
 
 
 def prepare_micro_batches(
@@ -169,37 +153,17 @@ def prepare_micro_batches(
     loss: Objective,
     batch: Batch,
     config: TrainerConfig,
-    reference: nn.Module | None = None,
 ) -> Iterator[ForwardPass]:
-    """Run the student's forward and yield the micro-batches, rollouts first and then pairs.
+    """Run the student's forward and yield the micro-batches.
 
     The grouping changes a step's gradient only by the rounding of its sums.
     """
-    with_replay = loss.config.reads_pairs
     lengths = [sample.length for sample in batch.samples]
     for indices in token_batches(lengths, config.micro_batch_tokens):
         with autocast(model, config.dtype):
             samples = [batch.samples[i] for i in indices]
             inputs = student_inputs(model, samples, batch.temperature, loss.config.stop_ids)
-        if with_replay:
-            inputs.replay = empty_pack(inputs)
-        names = [f"rollout {i}" for i in indices]
-        parts = part_names(samples)
-        yield ForwardPass(inputs, names, tokens=inputs.loss_mask.shape[0], parts=parts)
-    if not with_replay:
-        return
-    lengths = [pair.length for pair in batch.pairs]
-    for indices in token_batches(lengths, max(1, config.micro_batch_tokens // 2)):
-        with autocast(model, config.dtype):
-            pack = pair_inputs(model, [batch.pairs[i] for i in indices], reference)
-        # A loss is divided by the step's tokens. Weights of tokens / pairs make that a mean over
-        # pairs.
-        pack.loss_weights = torch.full_like(
-            pack.trainer_logprobs.detach(), (batch.tokens or 1) / len(batch.pairs)
-        )
-        inputs = empty_inputs(pack, loss.config.support_size, loss.config.stop_ids)
-        inputs.replay = pack
-        yield ForwardPass(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
+        yield ForwardPass(inputs, [f"rollout {i}" for i in indices], part_names(samples))
 
 
 def describe_non_finite(
@@ -208,7 +172,7 @@ def describe_non_finite(
     """Return an error message that names the sequence whose loss is NaN or infinite, alone."""
     prefix = f"step {step}: the loss {loss.config.type!r}"
     inputs = micro_batch.inputs
-    for segment, name in enumerate(micro_batch.names if micro_batch.tokens else ()):
+    for segment, name in enumerate(micro_batch.names):
         alone = dataclasses.replace(inputs, loss_mask=given(inputs.segment_ids) == segment)
         value = float(loss(alone).loss.detach())
         if not math.isfinite(value):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -208,26 +208,3 @@ def _hidden(sample: Sample) -> Sequence[HiddenStates]:
 def _trained_scores(sample: Sample) -> Scores:
     """Return the scores of the sample's trained tokens, without hidden states."""
     return replace(given(sample.scores), hidden=()).rows(sample.rollout.trained)
-
-
-def empty_inputs(
-    like: LossInputs, support_size: int | Literal["full"], stop_ids: Sequence[int] = ()
-) -> LossInputs:
-    """Return inputs without a token, in the graph of ``like``."""
-    none = like.trainer_logprobs[:0]
-    detached = none.detach()
-    no_logits = Logits(detached.unsqueeze(-1), detached.new_zeros(1, 1))
-    wide = detached.unsqueeze(-1).expand(0, 1 if support_size == "full" else max(1, support_size))
-    return LossInputs(
-        trainer_logprobs=none,
-        inference_logprobs=detached,
-        ref_logprobs=detached,
-        advantages=detached,
-        loss_mask=like.loss_mask[:0],
-        support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
-        hidden_states=TwoHeads(no_logits, (no_logits,)),
-        token_ids=given(like.token_ids)[:0],
-        segment_ids=given(like.segment_ids)[:0],
-        balance=detached,
-        stops=StopLogprobs(tuple(stop_ids), none.unsqueeze(-1).expand(0, len(stop_ids))),
-    )

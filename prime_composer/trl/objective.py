@@ -7,9 +7,7 @@ from prime_composer.losses import LOSS_TYPES, LossConfig, parse_loss, require_in
 from prime_composer.losses.needs import PROVIDERS
 from prime_composer.recipe import RecipeError, load_recipe
 
-AVAILABLE = frozenset(
-    {"ref_logprobs", "support", "hidden_states", "token_ids", "segment_ids", "stops"}
-)
+AVAILABLE = frozenset({"ref_logprobs", "support", "hidden_states", "token_ids", "stops"})
 """Inputs of a loss that are computed from trl's batch and a teacher."""
 
 PROVIDER = PROVIDERS["trl"]
@@ -39,16 +37,11 @@ def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None)
     else:
         config = parse_loss(loss)
     for section, (loss_config, _) in config.needs_by_section().items():
-        name = loss_config.type
-        if loss_config.channel == "replay":
-            raise ValueError(
-                f"[{section}] type = {name!r} compares pairs of answers, and {PROVIDER} has none. "
-                "Use trl's DPOTrainer or CPOTrainer, or the replay channel of prime-rl rl."
-            )
         if loss_config.on_given_text:
             raise ValueError(
-                f"[{section}] type = {name!r} on the student's own samples has an expected "
-                "gradient of 0: leave it out, or train on given answers with trl's SFTTrainer."
+                f"[{section}] type = {loss_config.type!r} on the student's own samples has an "
+                "expected gradient of 0: leave it out, or train on given answers with trl's "
+                "SFTTrainer."
             )
     require_inputs(config, AVAILABLE, "trl")
     if not config.compares_with_teacher:

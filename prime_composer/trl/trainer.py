@@ -190,7 +190,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         loss, tokens, metrics = self._forward_redirection(
             model, wrapped, self._summed_loss, wrapped, inputs
         )
-        self._averages.add(metrics, tokens, pairs=0)
+        self._averages.add(metrics, tokens)
         self._computed = True
         if model.training:
             divisor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
@@ -214,7 +214,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         tokens = own.loss_mask.shape[0]
         outputs = self.loss_fn(own)
         if not torch.isfinite(outputs.loss):
-            micro_batch = ForwardPass(own, [f"row {row}" for row in range(len(samples))], tokens)
+            micro_batch = ForwardPass(own, [f"row {row}" for row in range(len(samples))])
             step = self.state.global_step + 1
             raise NonFiniteLoss(describe_non_finite(self.loss_fn, micro_batch, outputs, step))
         return outputs.loss, tokens, outputs.metrics | kl_metrics(self.loss_fn, own)

@@ -45,7 +45,6 @@ from prime_composer.environments.runner import Environments  # noqa: E402
 
 pytestmark = WARNINGS
 
-REPLAY = {"weight": 1.0, "loss": {"type": "dpo", "beta": 0.1}}
 PARAMS = SamplingParams(max_tokens=200)
 
 
@@ -345,14 +344,6 @@ def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> Non
                 "rollout": {"student_fraction": 0.5, "other_source": "teacher", "group_size": 2},
             },
             "only the student",
-        ),
-        (
-            {
-                "loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": REPLAY},
-                "rollout": {"group_size": 2},
-                "teacher": None,
-            },
-            "answers of a group",
         ),
     ],
 )

@@ -24,7 +24,6 @@ from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.schema import EvalConfig
 from prime_composer.step.batch import Sample
-from prime_composer.step.replay import response
 from tests.local.helpers import Letters, run
 
 pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
@@ -61,6 +60,11 @@ class Saying:
                 log_mu = torch.full(said.token_ids.shape, -0.5)
                 rollouts.append(replace(said, prompt_index=index, inference_logprobs=log_mu))
         return rollouts
+
+
+def response(prompt: Sequence[int], answer: Sequence[int], prompt_index: int = 0) -> Rollout:
+    token_ids = torch.tensor([*prompt, *answer])
+    return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
 
 def said_ids(text: str) -> list[int]:

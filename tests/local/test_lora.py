@@ -401,34 +401,6 @@ def test_targets_that_get_no_adapter_are_refused(
             refuse(raw)
 
 
-def test_replay_compares_with_the_base(raw: dict[str, Any], tmp_path: Path) -> None:
-    """A frozen policy of the start is the base itself; with ``start`` it is a copy."""
-    raw["loss"] = {
-        "type": "compose",
-        "distillation": {"teacher": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
-        "replay": {"weight": 0.5, "loss": {"type": "dpo"}},
-    }
-    raw["rollout"]["group_size"] = 2
-    with opened(raw) as engine:
-        reference, tokens = engine.reference, [[5, 6, 7, 8]]
-        assert reference is not None
-        embeddings = engine.model.get_submodule("model.embed_tokens")
-        assert reference.get_submodule("model.embed_tokens").weight is embeddings.weight
-        (before,) = sequence_logprobs(reference, tokens)
-        move(engine.model)
-        (after,) = sequence_logprobs(reference, tokens)
-        assert torch.equal(before[1:], after[1:])
-        (moved,) = sequence_logprobs(engine.model, tokens)
-        assert not torch.allclose(moved[1:], after[1:], atol=1e-3)
-        assert engine.adapter is not None
-        engine.adapter.save_pretrained(tmp_path)
-    raw["student"]["lora"]["start"] = str(tmp_path)
-    with opened(raw) as engine:
-        assert engine.reference is not None
-        (start,) = sequence_logprobs(engine.reference, tokens)
-        torch.testing.assert_close(start[1:], moved[1:], atol=1e-5, rtol=1e-5)
-
-
 def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
     raw["teacher"] = {"base": True, "tape": str(tmp_path / "tape")}
     assert [one for one in probed(raw).findings if one.state == "failed"] == []

@@ -275,16 +275,6 @@ def test_a_recipe_without_a_teacher_is_a_student_alone(tiny_recipe):
     assert report.step.train_seconds > 0
 
 
-def test_preference_pairs_are_part_of_the_training_seconds(tiny_recipe, tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"question": "1 + 1?", "chosen": "2", "rejected": "3"}\n' * 4)
-    channel = {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}
-    loss = {"type": "compose", "distillation": {"opd": channel}, "rl": {"weight": 0.0},
-            "replay": {"weight": 0.1, "loss": {"type": "simpo"}}}  # fmt: skip
-    report = probed(tiny_recipe(loss=loss, replay={"source": "jsonl", "path": str(pairs)}))
-    assert report.passed and report.step.train_seconds > 0
-
-
 def test_a_teacher_with_its_own_tokenizer_is_measured(tiny_recipe):
     """The step's metrics say how many of the student's tokens it can score."""
     report = probed(own_recipe(tiny_recipe, trainer__steps=1))

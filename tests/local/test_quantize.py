@@ -195,18 +195,6 @@ def test_moving_teachers_follow_the_rounded_policy(raw: dict[str, Any]) -> None:
             assert not torch.equal(layer.weight, start[name])
 
 
-def test_frozen_reference_is_the_student_of_step_0(raw: dict[str, Any]) -> None:
-    """That of a preference loss in the replay channel."""
-    raw["rollout"]["group_size"] = 2
-    near = {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}
-    replay = {"weight": 1.0, "loss": {"type": "dpo"}}
-    raw["loss"] = {"type": "compose", "distillation": {"near": near}, "replay": replay}
-    with opened(raw) as engine:
-        assert engine.reference is not None
-        state, frozen = engine.model.state_dict(), engine.reference.state_dict()
-        assert all(torch.equal(state[name], frozen[name]) for name in state)
-
-
 def test_probe_sends_no_rounded_weights_to_a_server(raw: dict[str, Any]) -> None:
     """Others may use it."""
     raw["rollout"] |= {"backend": "server", "url": "http://127.0.0.1:9"}

@@ -1,4 +1,4 @@
-"""What a resumed run has to find as it was: data, replay pairs, and a tape's teacher."""
+"""What a resumed run has to find as it was: data, and a tape's teacher."""
 
 import json
 import shutil
@@ -15,12 +15,6 @@ from tests.local.helpers import copy_first_half, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 Rows = list[dict[str, str]]
-DPO = {
-    "type": "compose",
-    "rl": {"weight": 0.0},
-    "distillation": {"kd": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 4}}},
-    "replay": {"weight": 0.5, "loss": {"type": "simpo"}},
-}
 
 
 def rows(first: int = 0) -> Rows:
@@ -68,20 +62,6 @@ def test_distill_resume_with_other_rows_is_refused(tiny_recipe: Raw, tmp_path: P
     with pytest.raises(RecipeError, match="the problems to train on and the problems to evaluate"):
         distill(raw, rows(500), output_dir=tmp_path / "run", resume=True)
     assert distill(raw, rows(), output_dir=tmp_path / "run", resume=True).steps == 2
-
-
-def test_resume_with_other_replay_pairs_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Another rejected answer in the file of pairs is enough."""
-    file = tmp_path / "pairs.jsonl"
-    pairs = [{"question": f"{i}?", "chosen": f"{i}", "rejected": "no"} for i in range(4)]
-    write(file, pairs)
-    raw = tiny_recipe(loss=DPO, checkpoint={"every": 2, "keep": 2})
-    raw["replay"] = {"source": "jsonl", "path": str(file)}
-    run(raw, tmp_path / "whole")
-    copy_first_half(tmp_path / "whole", tmp_path / "cut")
-    write(file, [*pairs[:3], {**pairs[3], "rejected": "never"}])
-    with pytest.raises(RecipeError, match=r"--resume: the pairs of \[replay\] path are not"):
-        run(raw, tmp_path / "cut", resume=True)
 
 
 def test_resume_with_another_teachers_tape_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
-from prime_composer.step.batch import Batch, PreferencePair, Sample
+from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.step.student_forward import student_inputs
 from tests.conftest import TINY_RECIPE
@@ -27,7 +27,6 @@ from tests.local.helpers import (
     open_run,
     random_samples,
     run,
-    sample,
     tiny_models,
 )
 from tests.local.test_several_teachers import raw
@@ -84,9 +83,8 @@ def mixture(hidden: list[HiddenStates] | tuple[HiddenStates, ...]) -> Tensor:
 
 def gradients(model: torch.nn.Module, samples: list[Sample], loss: dict[str, Any], **config: Any):
     model.zero_grad()
-    batch = Batch(samples, config.pop("pairs", ()))
-    bound = setup_loss_fn(parse_loss(loss))
-    measured = accumulate_gradients(model, bound, batch, TrainerConfig(steps=1, **config), step=1)
+    bound, trainer = setup_loss_fn(parse_loss(loss)), TrainerConfig(steps=1, **config)
+    measured = accumulate_gradients(model, bound, Batch(samples), trainer, step=1)
     return measured, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
@@ -141,22 +139,6 @@ def test_gradient_in_bfloat16_is_the_same_in_small_batches() -> None:
         assert small["loss"] == pytest.approx(measured["loss"], rel=0.02)
         for name, gradient in expected.items():
             assert (found[name] - gradient).norm() < 0.05 * gradient.norm(), (budget, name)
-
-
-def test_pairs_train_beside_hidden_states(student: torch.nn.Module) -> None:
-    """A micro-batch of preference pairs alone has no hidden states to compare."""
-    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4)
-    pairs = [PreferencePair(sample(0), sample(1, ids=(5, 6, 9)))]
-    loss = {
-        "type": "compose",
-        "rl": {"weight": 0},
-        "distillation": {"kd": {"loss": {"type": "topk_reverse_kl", "k": "full"}}},
-        "replay": {"weight": 1.0, "loss": {"type": "simpo"}},
-    }
-    _, both = gradients(student, samples, loss, pairs=pairs)
-    _, alone = plain(student, samples)
-    differs = [not torch.allclose(both[name], alone[name]) for name in alone]
-    assert any(differs) and all(gradient.isfinite().all() for gradient in both.values())
 
 
 def test_states_of_another_head_are_refused(student: torch.nn.Module) -> None:

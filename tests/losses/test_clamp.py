@@ -118,7 +118,6 @@ def test_teacher_number_that_is_missing_stays_an_error():
     [
         ("ipo", {}, "leave it out"),
         ("sft", {}, "leave it out"),
-        ("dpo", {}, "leave it out"),
         ("compose", {"distillation": {"a": {"loss": {"type": "topk_reverse_kl"}}}},
          "in the tables of its terms"),
     ],

@@ -12,7 +12,7 @@ from prime_composer.losses import LOSS_TYPES, require_inputs, setup_loss_fn
 compose = LOSS_TYPES["compose"]
 
 
-def inputs_of(seq=6, k=4, pairs=True) -> LossInputs:
+def inputs_of(seq=6, k=4) -> LossInputs:
     g = torch.Generator().manual_seed(0)
     log_q, order = (
         torch.randn(seq, 9, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True)
@@ -28,7 +28,6 @@ def inputs_of(seq=6, k=4, pairs=True) -> LossInputs:
         support=Support(order[:, :k], log_q[:, :k], leaf(log_p[:, :k])),
         token_ids=torch.arange(seq),
         segment_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
-        replay=inputs_of(pairs=False) if pairs else None,
     )
 
 
@@ -37,7 +36,6 @@ CHANNELS = {
         "tail": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 4}},
         "few": {"weight": 0.25, "loss": {"type": "topk_forward_kl", "k": 2}},
     },
-    "replay": {"weight": 0.1, "loss": {"type": "dpo"}},
 }
 
 
@@ -45,12 +43,11 @@ CHANNELS = {
 def test_compose_is_the_weighted_sum_of_its_channels(rl):
     inputs = inputs_of()
     out = setup_loss_fn(compose(rl={"weight": 2.0, "loss": {"type": rl}}, **CHANNELS))(inputs)
-    alone = lambda name, data=inputs, **k: setup_loss_fn(LOSS_TYPES[name](**k))(data)  # noqa: E731
+    alone = lambda name, **knobs: setup_loss_fn(LOSS_TYPES[name](**knobs))(inputs)  # noqa: E731
     parts = {
         "rl": (2.0, alone(rl)),
         "tail": (0.5, alone("topk_reverse_kl", k=4)),
         "few": (0.25, alone("topk_forward_kl", k=2)),
-        "replay": (0.1, alone("dpo", inputs.replay)),
     }
     assert out.loss.item() == pytest.approx(
         sum(w * o.loss.item() for w, o in parts.values()), rel=1e-12
@@ -58,26 +55,20 @@ def test_compose_is_the_weighted_sum_of_its_channels(rl):
     for name, (_, o) in parts.items():
         for key, value in o.metrics.items():
             assert torch.equal(out.metrics[f"compose/{name}/{key.split('/', 1)[1]}"], value)
-        if name != "replay":
-            assert out.metrics[f"compose/{name}/loss"].item() == pytest.approx(o.loss.item() / 5)
+        assert out.metrics[f"compose/{name}/loss"].item() == pytest.approx(o.loss.item() / 5)
 
 
 def test_all_weights_but_the_rl_one_default_to_zero():
-    config = compose(
-        distillation={"tail": {"loss": {"type": "topk_reverse_kl"}}},
-        replay={"loss": {"type": "simpo"}},
-    )
+    config = compose(distillation={"tail": {"loss": {"type": "topk_reverse_kl"}}})
     assert config.rl.weight == 1 and config.rl.loss.type == "default"
     assert config.needs == {"advantages"} and config.support_size == 0
-    out = setup_loss_fn(config)(
-        dataclasses.replace(inputs_of(), support=None, ref_logprobs=None, replay=None)
-    )
+    out = setup_loss_fn(config)(dataclasses.replace(inputs_of(), support=None, ref_logprobs=None))
     assert out.loss.item() == setup_loss_fn(LOSS_TYPES["default"]())(inputs_of()).loss.item()
 
 
 def test_needs_are_the_union_and_k_the_largest_of_the_channels():
     config = compose(**CHANNELS)
-    assert config.needs == {"advantages", "support", "replay"} and config.support_size == 4
+    assert config.needs == {"advantages", "support"} and config.support_size == 4
     sampled = {"weight": 1, "loss": {"type": "sampled_reverse_kl", "special_tokens": {"ids": [1]}}}
     assert compose(rl={"weight": 0}, distillation={"s": sampled}).needs == {
         "ref_logprobs",
@@ -93,10 +84,6 @@ def test_needs_are_the_union_and_k_the_largest_of_the_channels():
     [
         ("advantages", r"\[loss\.rl\.loss\] type = 'default' needs advantages.*group_size"),
         ("support", r"\[loss\.distillation\.(tail|few)\.loss\] type = .* needs support"),
-        (
-            "replay",
-            r"\[loss\.replay\.loss\] type = 'dpo' needs replay.*weight of the replay channel to 0",
-        ),
     ],
 )
 def test_a_missing_input_names_the_recipe_key_of_its_channel(missing, message):
@@ -108,20 +95,13 @@ def test_a_missing_input_names_the_recipe_key_of_its_channel(missing, message):
         require_inputs(config, config.needs - {missing}, "call")
 
 
-def test_a_missing_input_of_pairs_names_the_replay_channel():
-    inputs = inputs_of()
-    inputs.replay.ref_logprobs = None
-    with pytest.raises(ValueError, match=r"\[loss\.replay\.loss\] type = 'dpo' needs ref_logprobs"):
-        setup_loss_fn(compose(**CHANNELS))(inputs)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"rl": {"weight": 0}}, "every channel's weight is 0"),
         (
-            {"rl": {"loss": {"type": "dpo"}}},
-            r"rl.loss: type = 'dpo' is not a loss of the rl channel; choose one of default, ipo",
+            {"rl": {"loss": {"type": "sft"}}},
+            r"rl.loss: type = 'sft' is not a loss of the rl channel; choose one of default, ipo",
         ),
         (
             {"distillation": {"x": {"loss": {"type": "ipo"}}}},
@@ -133,8 +113,10 @@ def test_a_missing_input_of_pairs_names_the_replay_channel():
         ),
         ({"distillation": {"x": {"loss": {"type": "compose"}}}}, "does not nest"),
         ({"distillation": {"rl": {"loss": {"type": "topk_reverse_kl"}}}}, "choose another name"),
-        ({"replay": {"loss": {"type": "topk_reverse_kl"}}}, "choose one of dpo, simpo"),
-        ({"replay": {"weight": -1, "loss": {"type": "dpo"}}}, "greater than or equal to 0"),
+        (
+            {"distillation": {"x": {"weight": -1, "loss": {"type": "topk_reverse_kl"}}}},
+            "greater than or equal to 0",
+        ),
         ({"distillation": {"x": {"loss": {"type": "taid"}}}}, "total_steps"),
     ],
 )

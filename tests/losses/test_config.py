@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.contract import LossInputs, LossOutputs, Mean, given
 from prime_composer.losses import (
     LOSS_FNS,
     LOSS_TYPES,
@@ -36,7 +36,6 @@ COMPOSED = {
         "few": {"weight": 1, "loss": {"type": "topk_reverse_kl", "k": 4}},
         "own": {"weight": 1, "loss": {"type": "self_distillation", "chosen_by": "student"}},
     },
-    "replay": {"weight": 1, "loss": {"type": "dpo", "special_tokens": {"ids": [1]}}},
 }
 
 
@@ -90,12 +89,12 @@ def test_an_input_that_needs_do_not_name_is_noticed(monkeypatch):
 def test_needs_are_the_losses_own_and_its_modifiers():
     class Mine(LossConfig):
         type: str = "mine"
-        needs_inputs: ClassVar[frozenset[str]] = frozenset({"segment_ids"})
+        needs_inputs: ClassVar[frozenset[str]] = frozenset({"stops"})
 
     knobs = {"special_tokens": {"ids": [1]}, "position_weights": {}, "balance": {}}
-    assert Mine().needs == {"segment_ids"}
+    assert Mine().needs == {"stops"}
     mixed = Mine(**knobs, rl_mix={"kd": 0.5})
-    own = {"segment_ids", "token_ids", "ref_logprobs", "balance"}
+    own = {"stops", "token_ids", "ref_logprobs", "balance"}
     assert mixed.needs == own | {"advantages"}
     sections = {section: needs for section, (_, needs) in mixed.needs_by_section().items()}
     assert sections == {"loss": own, "loss.rl_mix.loss": {"advantages"}}
@@ -115,11 +114,7 @@ RECIPES = [
     {},
     {"teacher": TEACHER, "rollout": SIBLINGS},
     {"teacher": {"policy": {"hint": "reference"}}, "rollout": SIBLINGS},
-    {
-        "teacher": TEACHER,
-        "rollout": {"other_source": "teacher", "student_fraction": 0.5},
-        "replay": {"source": "jsonl", "path": "pairs.jsonl"},
-    },
+    {"teacher": TEACHER, "rollout": {"other_source": "teacher", "student_fraction": 0.5}},
 ]
 
 
@@ -154,7 +149,8 @@ def test_every_optional_input_has_a_row():
         for field in dataclasses.fields(LossInputs)
         if types.NoneType in typing.get_args(hints[field.name])
     }
-    assert set(NEEDS) == optional - {"loss_weights", "sampled", "untempered_logprobs"}
+    others = {"loss_weights", "sampled", "segment_ids", "untempered_logprobs"}
+    assert set(NEEDS) == optional - others
     page = (PACKAGE / "losses/README.md").read_text()
     assert all(f"`{name}`" in page for name in NEEDS)
 
@@ -248,26 +244,17 @@ def test_a_config_says_which_support_it_reads(table, compares, request_, size):
 # Metrics.
 
 
-def test_metric_types_are_plain_tensors_in_arithmetic():
+def test_a_mean_is_a_plain_tensor_in_arithmetic():
     value = torch.tensor(3.0, requires_grad=True) * 2
-    for cls in (PairMean, Count):
-        metric = cls(value)
-        assert type(metric) is cls and not metric.requires_grad and metric.item() == 6.0
-        assert type(metric * 2) is torch.Tensor and float(metric) == 6.0
-        assert torch.equal(torch.stack([metric, metric]), torch.tensor([6.0, 6.0]))
+    metric = Mean(value, torch.tensor(4))
+    assert type(metric) is Mean and not metric.requires_grad and metric.item() == 6.0
+    assert type(metric * 2) is torch.Tensor and float(metric) == 6.0 and metric.count == 4
+    assert torch.equal(torch.stack([metric, metric]), torch.tensor([6.0, 6.0]))
 
 
-def test_metrics_of_pairs_are_averaged_by_pairs():
-    """All of them within a sum, also what a modifier reports on the pairs' tokens."""
-    config = parse_loss(COMPOSED)
-    loss = setup_loss_fn(config, "trainer.loss")
+def test_a_sum_without_schedules_has_no_state():
+    loss = setup_loss_fn(parse_loss(COMPOSED), "trainer.loss")
     assert loss.section == "trainer.loss" and not loss.stateful and loss.state_dict() == {}
-    metrics = loss(packed_inputs(config)).metrics
-    pairs = {name for name, value in metrics.items() if isinstance(value, PairMean)}
-    counts = {name for name, value in metrics.items() if isinstance(value, Count)}
-    assert counts == {"compose/replay/pairs"}
-    assert pairs | counts == {name for name in metrics if name.startswith("compose/replay/")}
-    assert "compose/replay/special_tokens/removed" in pairs
 
 
 def test_a_sum_of_sums_names_every_metric_once():

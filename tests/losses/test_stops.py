@@ -313,7 +313,7 @@ def test_teacher_that_ends_otherwise_does_not_teach_not_to_end() -> None:
     assert pushes[False] == pytest.approx(0, abs=1e-8)
 
 
-@pytest.mark.parametrize("name", ["sft", "default", "ipo", "icepop", "dpo", "simpo", "compose"])
+@pytest.mark.parametrize("name", ["sft", "default", "ipo", "icepop", "compose"])
 def test_loss_without_a_teachers_top_k_refuses_stops(name: str) -> None:
     """The message names the key, and for a sum the tables of its terms."""
     with pytest.raises(ValidationError, match="stops: type = ") as error:

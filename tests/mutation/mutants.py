@@ -31,9 +31,7 @@ TESTS = {
     "full_vocabulary/heads.py": ["tests/test_full_vocabulary.py"],
     "full_vocabulary/sums.py": ["tests/test_full_vocabulary.py"],
     "contract.py": ["tests/test_contract.py", LOSSES + "test_support_losses.py"],
-    "losses/shared/reductions.py": [
-        LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
-    ],
+    "losses/shared/reductions.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/trust_region.py": [
         LOSSES + "test_policy_gradients.py",
         "tests/parity/test_recorded.py", "tests/test_contract.py",
@@ -44,7 +42,6 @@ TESTS = {
         LOSSES + "test_support_losses.py",
         LOSSES + "test_distillation_kl.py",
     ],
-    "losses/preferences.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
@@ -397,24 +394,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "sft mean for sum": mutant(
         "losses/sft.py", "sft_loss_fn", ("_N[mask].sum()", "_N[mask].mean()")
-    ),
-    # preferences
-    "dpo without its reference": mutant(
-        "losses/preferences.py", "dpo_loss_fn",
-        ("pairs.sums(policy - reference)", "pairs.sums(policy)"),
-    ),
-    "rejected preferred": mutant(
-        "losses/preferences.py", "dpo_loss_fn", ("chosen - rejected", "rejected - chosen")
-    ),
-    "simpo by sums": mutant(
-        "losses/preferences.py", "simpo_loss_fn",
-        ("pairs.sums(policy) / pairs.lengths.clamp(min=1)", "pairs.sums(policy)"),
-    ),
-    "half a pair trains": mutant(
-        "losses/preferences.py", "Pairs.__init__", ("_A.all(0)", "_A.any(0)")
-    ),
-    "pair weight summed": mutant(
-        "losses/preferences.py", "Pairs.__init__", ("total / _A", "total")
     ),
     # modifiers
     "first occurrence of the pack": mutant(

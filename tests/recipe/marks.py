@@ -10,7 +10,7 @@ from prime_composer.recipe.carried import Mark, mark_of, models_in
 ONLY_REFUSED = {
     "rollout.other_source",
     "teacher.policy.ema_rate", "teacher.policy.sync_every",
-    "replay.source", "replay.path", "replay.pairs_per_step", "reference", "diloco",
+    "reference", "diloco",
 }  # fmt: skip
 """Keys that nothing but a setting reads which the export refuses."""
 

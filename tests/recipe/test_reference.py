@@ -27,7 +27,7 @@ def test_reference_names_every_key_and_loss() -> None:
         if ":" in name:
             continue
         assert f'type = "{name}"' in text
-        for knob in set(config.model_fields) - {"type", "rl", "distillation", "replay"}:
+        for knob in set(config.model_fields) - {"type", "rl", "distillation"}:
             assert f"| `{knob}` |" in text or f"`[loss.{knob}]`" in text, (name, knob)
 
 

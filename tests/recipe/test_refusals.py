@@ -65,7 +65,6 @@ def test_value_absurd_is_refused(key: str, value: Any, complaint: str) -> None:
         lambda value: value,
         lambda value: {"type": value},
         lambda value: {"type": "compose", "distillation": {"a": {"weight": 1, "loss": value}}},
-        lambda value: {"type": "compose", "replay": {"weight": 1, "loss": {"type": value}}},
         lambda value: {"type": "sft", "rl_mix": {"kd": 1, "loss": value}},
     ],
 )

@@ -42,11 +42,6 @@ SAMPLED = {"type": "sampled_reverse_kl"}
 BASELINE = {**SAMPLED, "mode": "signed", "baseline": "topk_kl"}
 TOP: dict[str, Any] = {"type": "topk_reverse_kl", "k": 4}
 COVERING = {"type": "generalized_jsd", "k": 4}
-DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
-PAIRS: Case = {
-    "loss": {"type": "compose", "replay": DPO, "rl": {"weight": 0.0}, "distillation": {}},
-    "rollout": {"group_size": 2},
-}
 SFT: Case = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 REWARDED: Case = {"loss": {"type": "default"}, "rollout": {"group_size": 2}}
 END: Case = {"checks": {"collapse": {"end": 0.01}}}
@@ -79,9 +74,6 @@ def policy(**keys: Any) -> Case:
 ROWS: dict[str, list[Case]] = {
     "`student_fraction` below 1, `environments` by id": [
         {**BY_ID, "loss": COVERING, "rollout": {"student_fraction": 0.5}},
-    ],
-    "`[replay] source = 'jsonl'`, `environments` by id alone": [
-        {**BY_ID, "replay": {"source": "jsonl", "path": "pairs.jsonl"}},
     ],
     "`student_fraction` below 1, a loss that reads the sampler's probabilities": [
         {"loss": SAMPLED, "rollout": {"student_fraction": 0.5}},
@@ -145,10 +137,9 @@ ROWS: dict[str, list[Case]] = {
     "`hint = 'sibling'`, a loss that reads rewards": [
         {**policy(hint="sibling"), "loss": {**TOP, "rl_mix": {"kd": 0.5}}},
     ],
-    "`[diloco]`, what one run decides: `[trainer.until]`, `rollout.ahead`, `[replay]`, `tape`, "
+    "`[diloco]`, what one run decides: `[trainer.until]`, `rollout.ahead`, `tape`, "
     "a `[teacher.policy]` that moves": [
         {**POLICY, **ISLANDS},
-        {**PAIRS, **ISLANDS},
         {**ISLANDS, "trainer": {"steps": 100, "until": {"metric": "eval/accuracy", "plateau": 2}}},
         {"rollout": AHEAD, **ISLANDS},
         {"teacher": TAPED, **ISLANDS},
@@ -156,12 +147,11 @@ ROWS: dict[str, list[Case]] = {
     "`[diloco]`, weights that have no mean: `student.lora`, `student.quantize`": [
         {**LORA, **ISLANDS}, {"student": QUANTIZED, **ISLANDS},
     ],
-    'a graded metric, `hint = "feedback"` or `replay.source = "rollouts"`': [
+    'a graded metric, `hint = "feedback"`': [
         {**policy(hint="feedback"), "data": {"metric": "rougeL"}},
-        {**PAIRS, "data": {"metric": "rougeL"}},
     ],
     '`metric = "none"`, a loss or hint that reads rewards': [
-        {**case, "data": {"metric": "none"}} for case in (REWARDED, PAIRS, policy())
+        {**case, "data": {"metric": "none"}} for case in (REWARDED, policy())
     ],
 }  # fmt: skip
 
@@ -195,13 +185,11 @@ OTHERS: list[tuple[Case, str]] = [
     ({"data": {"use": "eval"}}, "data: use = 'eval', and none is left to train on; set it"),
     ({"data": {"id": "reverse-text"}}, "an environment by id is a table [environments.NAME]"),
     ({"student": {"prepare": {**MADE, "environments": ["x"]}}}, "[environments] has none"),
-    ({"loss": {"type": "dpo"}}, "make it the replay channel of a compose loss"),
     ({"teacher": None}, "[loss] type = 'topk_reverse_kl' needs support, which this recipe does "
      "not provide. Remedy: add a [teacher] table, or several [teachers.*]."),
     ({"loss": {"type": "default"}, "rollout": {}}, "set rollout.group_size to 2 or more"),
-    ({"loss": {"type": "compose", "replay": DPO}, "rollout": {}},
+    ({"loss": {"type": "compose"}, "rollout": {}},
      "[loss.rl.loss] type = 'default' needs advantages"),
-    (PAIRS | {"rollout": {}}, "[loss.replay.loss] type = 'dpo' needs replay"),
     (SUMS | {"loss": {**TOP, "balance": {"weights": {"sum": 2.0}}}}, "names sum, and the env"),
     (SUMS | {"environments": {"a": {}, "b": {"seed": 1, "use": "eval"}},
              "loss": {**TOP, "balance": {"weights": {"b": 2.0}}}}, "that train are a: name one"),
@@ -260,10 +248,6 @@ ACCEPTED: dict[str, Case] = {
     "several": {"teacher": None, "teachers": {"a": {**ALONE}, "b": {"model": "t"}}, **END},
     "quantized": {"teacher": ALONE, **END, "student": QUANTIZED},
     "rounded and reference": {**START, "student": ROUNDED},
-    "replay": {"teacher": TAPED, **END, "loss": {
-        "type": "compose", "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}},
-        "replay": {"weight": 1.0, "loss": {"type": "dpo", "repetition": {}}},
-    }},
     "ahead": {"rollout": {**AHEAD, "group_size": 2},
               "teacher": {**TAPED, "backend": "transformers"},
               "loss": {**SAMPLED, "repetition": {}},

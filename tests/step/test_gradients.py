@@ -1,27 +1,27 @@
-"""Gradients of a step: micro-batches, token mean, replay channel, and metrics by their type."""
+"""Gradients of a step: micro-batches, token mean, a sum's channels, and means of metrics."""
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from prime_composer.backends.hf_model import load_student
-from prime_composer.contract import Count, PairMean, Scores
-from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
-from prime_composer.problems.prompts import Ends, render_answer
+from prime_composer.contract import Mean, Scores
+from prime_composer.local.tracker import read_metrics
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.step.batch import Batch, PreferencePair, Sample
+from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import (
     MetricAverages,
     NonFiniteLoss,
     accumulate_gradients,
     prepare_micro_batches,
 )
-from prime_composer.step.replay import response
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import DATA, PROBLEM, VOCAB, opened, random_samples, sample, tiny_models
+from tests.local.helpers import PROBLEM, VOCAB, opened, random_samples, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 4), (6, 1)]
@@ -125,83 +125,32 @@ def test_infinite_score_stops_before_the_backward(tiny_model: torch.nn.Module) -
         gradients(tiny_model, samples)
 
 
-def test_metrics_are_averaged_by_their_type() -> None:
-    """Plain tensors are averaged over tokens, PairMeans over pairs, and Counts are added."""
+def test_metrics_are_averaged_by_what_they_count() -> None:
+    """Plain tensors are averaged over tokens, and others over their own number."""
     averages = MetricAverages()
-    assert averages.empty
-    nan = torch.tensor(0.0)
-    averages.add({"kl": torch.tensor(1.0), "margin": PairMean(nan), "pairs": Count(nan)}, 3, 0)
-    assert averages.result() == {"kl": 1.0, "pairs": 0.0}
-    averages.add({"kl": torch.tensor(5.0)}, 1, 0)
-    averages.add({"margin": PairMean(torch.tensor(2.0)), "pairs": Count(torch.tensor(4.0))}, 0, 4)
-    averages.add({"margin": PairMean(torch.tensor(7.0)), "pairs": Count(torch.tensor(1.0))}, 0, 1)
-    # (3 * 1 + 1 * 5) / 4 tokens, (4 * 2 + 1 * 7) / 5 pairs, 4 + 1 pairs in all
-    assert averages.result() == {"kl": 2.0, "margin": 3.0, "pairs": 5.0}
+    assert averages.empty and averages.result() == {}
+    none = Mean(torch.tensor(math.nan), torch.tensor(0))
+    averages.add({"kl": torch.tensor(1.0), "left": none}, 3)
+    assert averages.result() == {"kl": 1.0, "left": 0.0}
+    averages.add({"kl": torch.tensor(5.0), "left": Mean(torch.tensor(2.0), torch.tensor(4))}, 1)
+    averages.add({"left": Mean(torch.tensor(7.0), torch.tensor(1))}, 0)
+    # (3 * 1 + 1 * 5) / 4 tokens, (4 * 2 + 1 * 7) / 5 of those that are left
+    assert averages.result() == {"kl": 2.0, "left": 3.0}
     assert not averages.empty
 
 
-def answer_ids(text: str, tokenizer: Any) -> list[int]:
-    """Return a text as an answer, with the end of text."""
-    return render_answer(PROBLEM, text, DATA, tokenizer, Ends.of(tokenizer, set()))
-
-
-@pytest.mark.parametrize("name", ["dpo", "simpo"])
-def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
-    """The replay channel's loss and gradient are those of its weight times the mean over pairs."""
-    folders = tiny_models(TINY_RECIPE)
-    model, tokenizer = load_student(folders["student"])
-    model.double()
-    reference, _ = load_student(folders["teacher"])
-    reference.double()
-    prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
-    texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
-    pairs = [
-        PreferencePair(
-            *(Sample(response(prompt, answer_ids(text, tokenizer)), PROBLEM) for text in pair)
-        )
-        for pair in texts
-    ]
-    replay = {"weight": 0.5, "loss": {"type": name}}
-    config = parse_loss({"type": "compose", "rl": {"weight": 0.0}, "replay": replay})
-    samples = [sample(0, ids=(5, 6, 40, 41, 42)), sample(1)]
-    for budget in (10_000, 1):
-        model.zero_grad()
-        metrics = accumulate_gradients(
-            model,
-            setup_loss_fn(config),
-            Batch(samples, pairs),
-            TrainerConfig(steps=1, micro_batch_tokens=budget),
-            1,
-            reference=reference,
-        )
-        gradient = model.model.norm.weight.grad.clone()
-
-        model.zero_grad()
-        values = [preference_loss(name, pair, model, reference) for pair in pairs]
-        expected = 0.5 * sum(values) / len(values)
-        expected.backward()
-        assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-9)
-        assert metrics["compose/replay/pairs"] == 3
-        torch.testing.assert_close(gradient, model.model.norm.weight.grad, rtol=1e-8, atol=1e-12)
-
-
-def preference_loss(
-    name: str, pair: PreferencePair, model: torch.nn.Module, reference: torch.nn.Module
-) -> torch.Tensor:
-    """Return -log sigmoid(margin) of one pair, written out with a plain forward."""
-    sums = []
-    for side in (pair.chosen.rollout, pair.rejected.rollout):
-        policy, frozen = (
-            net(side.token_ids[None]).logits[0].log_softmax(-1) for net in (model, reference)
-        )
-        where = [(t - 1, int(side.token_ids[t])) for t in range(side.start, len(side.token_ids))]
-        p, r = (sum(table[i] for i in where) for table in (policy, frozen.detach()))
-        sums.append((p, r, len(where)))
-    (p_chosen, r_chosen, n_chosen), (p_rejected, r_rejected, n_rejected) = sums
-    if name == "dpo":
-        margin = 0.1 * ((p_chosen - r_chosen) - (p_rejected - r_rejected))
-    else:
-        fields = LOSS_TYPES["simpo"].model_fields
-        beta, gamma = fields["beta"].default, fields["gamma"].default
-        margin = beta * (p_chosen / n_chosen - p_rejected / n_rejected) - gamma
-    return -torch.nn.functional.logsigmoid(margin)
+def test_compose_trains_its_channels_together(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """The step's loss is the weighted sum of what the channels log."""
+    raw = tiny_recipe(
+        loss={
+            "type": "compose",
+            "rl": {"weight": 1.0},
+            "distillation": {"near": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 4}}},
+        },
+        rollout__group_size=2,
+        trainer={"steps": 2, "batch_size": 4},
+    )
+    run(raw, tmp_path / "run")
+    record = read_metrics(tmp_path / "run")[2]
+    expected = 1.0 * record["compose/rl/loss"] + 0.5 * record["compose/near/loss"]
+    assert record["loss"] == pytest.approx(expected, abs=1e-5)

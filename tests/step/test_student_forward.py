@@ -10,7 +10,7 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import IN_TAIL, Scores
 from prime_composer.losses.shared.modifiers import RepetitionMask
 from prime_composer.step.batch import Sample, with_scores
-from prime_composer.step.student_forward import empty_inputs, student_inputs
+from prime_composer.step.student_forward import student_inputs
 from tests.local.helpers import PROBLEM, random_samples, sample
 
 
@@ -141,12 +141,3 @@ def test_student_inputs_leave_out_what_no_sample_has(student: tuple[Any, Any]) -
     """Without scores and advantages there is no teacher and no reward to read."""
     inputs = student_inputs(student[0], [sample(0), sample(1)])
     assert inputs.ref_logprobs is None and inputs.support is None and inputs.advantages is None
-
-
-def test_empty_inputs_are_in_the_graph_without_a_token(student: tuple[Any, Any]) -> None:
-    """A micro-batch of pairs alone still leads to the student's weights."""
-    like = student_inputs(student[0], [sample(0)])
-    for size, width in (("full", 1), (0, 1), (4, 4)):
-        inputs = empty_inputs(like, size)
-        assert inputs.loss_mask.shape == (0,) and inputs.support.token_ids.shape == (0, width)
-        assert inputs.trainer_logprobs.grad_fn is not None

@@ -21,8 +21,6 @@ REFUSED = {
     "default": "needs advantages.*no rewards.*prime-composer rl",
     "ipo": "needs advantages.*prime-composer rl",
     "icepop": "needs advantages.*prime-composer rl",
-    "dpo": "pairs of answers.*DPOTrainer",
-    "simpo": "pairs of answers.*CPOTrainer",
     "sft": "expected gradient of 0.*SFTTrainer",
 }
 """Types that are refused with their default knobs. All others are taken."""

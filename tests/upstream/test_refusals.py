@@ -42,7 +42,6 @@ EXPERTS, KEPT = "enable_return_routed_experts", "enable_return_sampling_mask"
 WHOLE = r"compares log-probs over the whole vocabulary.*leave out "
 SECOND = r"orchestrator\.train\.source\[1\]"
 ROWS = {
-    "a loss of pairs": ({"type": "dpo"}, {}, {}, "needs segment_ids.*--engine local"),
     "ids of the student": ({**TOP, "chosen_by": "student"}, {}, {}, 'own top 2,.*chosen_by = "tea'),
     "least advantage": (BOTH, {}, source(min_abs_advantage=0.02),
                         rf"{SECOND}\.min_abs_advantage = 0.02 .* set it to 0"),

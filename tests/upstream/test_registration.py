@@ -136,7 +136,6 @@ def test_loss_weights_reach_the_loss(newer_trainer):
 
 OF_THE_ADAPTER = {
     "a support": ({"type": "topk_reverse_kl"}, "needs support, .*--engine prime-rl.*PRIME_COMP"),
-    "pairs": ({"type": "dpo"}, "needs (replay|segment_ids), "),
     "ids": ({**SAMPLED, "special_tokens": {"ids": [1]}}, "needs token_ids, .*PRIME_COMPOSER=1"),
     "stops": ({**SAMPLED, "stops": {"ids": [1]}}, "needs (stops|support), .*PRIME_COMPOSER=1"),
     "a mixture": ({**SAMPLED, "adapter": True}, "adapter = true.*PRIME_COMPOSER=1 in front"),

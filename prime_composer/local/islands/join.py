@@ -42,7 +42,7 @@ OWN_KEYS = re.compile(
     r"output_dir|logging(\..*)?"
     r"|(student|teacher|teachers\.[^.]+|reference)\.(model|head|tape)"
     r"|(teacher|teachers\.[^.]+|rollout)\.(url|api_key_var|wait|timeout|gpu_memory_utilization)"
-    r"|rollout\.weights_dir|(data|environments\.[^.]+|replay)\.path"
+    r"|rollout\.weights_dir|(data|environments\.[^.]+)\.path"
 )
 """Keys in which islands may differ: where things are. What is there is compared by itself."""
 

@@ -197,7 +197,7 @@ class FirstStep:
         mismatch = None if check is None else Mismatch(check)
         with collector.clock.phase("train"):
             self.metrics |= accumulate_gradients(
-                engine.model, loss, batch, recipe.trainer, 1, engine.reference, mismatch
+                engine.model, loss, batch, recipe.trainer, 1, mismatch
             )
             self.metrics |= {} if mismatch is None else mismatch.result(1)
             if torch.cuda.is_available():
