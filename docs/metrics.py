@@ -69,9 +69,6 @@ OF_LOSSES = {
 """A loss's metric without the loss's name -> what it is."""
 
 OF_MODIFIERS = {
-    "clamp/tokens": "share of tokens whose value is beyond `limit`",
-    "clamp/divergence": "mean size of a token's value before it is bounded",
-    "clamp/removed": "mean of what the bound takes off",
     "special_tokens/removed": "share of tokens that are taken out",
     "special_tokens/signal": "mean |log q - log p| of all tokens",
     "special_tokens/removed_signal": "what the removed tokens contribute to it",

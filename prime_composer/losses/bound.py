@@ -61,11 +61,8 @@ class Objective:
         inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
         step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
         inputs, of_modifiers = _modified(inputs, self.config.modifiers)
-        if self.config.clamp is None:
-            outputs = self._outputs(inputs)
-        else:
-            outputs, of_clamp = self.config.clamp.bounded(self._outputs, inputs, self.section)
-            of_modifiers |= of_clamp
+        with_state = () if self.state is None else (self.state,)
+        outputs = given(self._fn)(inputs, self.config, *with_state)
         if self.stateful and outputs.loss.requires_grad:  # an evaluation is no step
             part = torch.stack([outputs.loss.detach().double(), step_mask.sum().double()])
             self._step_total = part if self._step_total is None else self._step_total + part
@@ -74,12 +71,6 @@ class Objective:
             metrics=_prefixed(outputs.metrics, self._prefix)
             | _prefixed(of_modifiers, self._folder),
         )
-
-    def _outputs(self, inputs: LossInputs) -> LossOutputs:
-        fn = given(self._fn)
-        if self.state is None:
-            return fn(inputs, self.config)
-        return fn(inputs, self.config, self.state)
 
     def _sum(self, inputs: LossInputs) -> LossOutputs:
         """Return the sum of weight times each term's sum, and the metrics of all terms."""

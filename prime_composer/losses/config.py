@@ -17,7 +17,6 @@ from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
 from prime_composer.losses.needs import NEEDS, OF_TEACHER
 from prime_composer.losses.shared.balance import Balance
-from prime_composer.losses.shared.clamp import SoftClamp
 from prime_composer.losses.shared.modifiers import (
     Modifier,
     PositionWeights,
@@ -103,9 +102,6 @@ class LossConfig(Table):
     stops: Stops | None = None
     """Compares ids that end an answer as one outcome."""
 
-    clamp: SoftClamp | None = None
-    """Bounds the loss's own value of a token."""
-
     position_weights: PositionWeights | None = None
     """Weights the tokens of a response by their position (IW-OPD)."""
 
@@ -130,16 +126,14 @@ class LossConfig(Table):
             )
 
     @model_validator(mode="after")
-    def _has_what_its_modifiers_change(self) -> "LossConfig":
-        of_teacher = self.own_needs & OF_TEACHER
-        for key, has, what in (
-            ("clamp", of_teacher, "no divergence per token from a teacher"),
-            ("stops", of_teacher - {"ref_logprobs"}, "no top K of a teacher, of which they are"),
-        ):
-            if getattr(self, key) is not None and (self.is_sum() or not has):
-                sum_of_terms = f"set {key} in the tables of its terms"
-                remedy = sum_of_terms if self.is_sum() else "leave it out"
-                raise ValueError(f"{key}: type = {self.type!r} has {what}: {remedy}.")
+    def _has_a_top_k_for_stops(self) -> "LossConfig":
+        top_k = self.own_needs & OF_TEACHER - {"ref_logprobs"}
+        if self.stops is not None and (self.is_sum() or not top_k):
+            of_terms = "set stops in the tables of its terms"
+            raise ValueError(
+                f"stops: type = {self.type!r} has no top K of a teacher, of which they are: "
+                f"{of_terms if self.is_sum() else 'leave it out'}."
+            )
         return self
 
     @property

@@ -267,8 +267,6 @@ class ToDiLossConfig(DistributionLossConfig):
         {},
         {"normalization": "renorm", "k": 8},
         {"normalization": "full", "k": "full"},
-        {"clamp": {"limit": 0.2}},
-        {"normalization": "full", "k": "full", "clamp": {"limit": 0.2}},
     )
     surrogate: ClassVar[bool] = True
 

@@ -85,7 +85,6 @@ class SampledReverseKLLossConfig(LossConfig):
         {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
         {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
         {"mode": "signed", "baseline": "topk_kl", "k": "full"},
-        {"mode": "signed", "clamp": {"limit": 0.5}},
         {"stops": {"ids": [3, 5]}},
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )

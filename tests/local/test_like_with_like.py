@@ -1,6 +1,5 @@
 """Temperatures, denominators and bounds of a loss, as a run on this machine has them."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,12 +131,7 @@ TABLES = {
     "skip": {"type": "self_distillation", "k": 8, "skip_first": 5},
     "dropped": SIGNED,
     "repetition": {"type": "topk_reverse_kl", "k": 8, "repetition": {"copies": 2, "tokens": 2}},
-    "clamp": {
-        "type": "topk_forward_kl",
-        "k": 8,
-        "clamp": {"limit": 0.1},
-        "special_tokens": removed(90),
-    },
+    "forward": {"type": "topk_forward_kl", "k": 8, "special_tokens": removed(90)},
     "mix": {
         "type": "sampled_reverse_kl",
         "special_tokens": removed(90),
@@ -167,63 +161,3 @@ def test_metrics_do_not_depend_on_micro_batches(
         for key in [key for key in one if key.endswith("top1pct")]:
             del one[key]
     assert first == pytest.approx(second, rel=1e-4, abs=1e-7)
-
-
-CLAMPED = {
-    "topk_forward_kl": {"k": 3},
-    "topk_reverse_kl": {"k": 3, "normalization": "renorm"},
-    "todi": {"k": 3},
-    "skewed_kl": {"k": 3},
-    "head_tail_reverse_kl": {"k": 3},
-    "taid": {"k": 3, "total_steps": 10},
-    "generalized_jsd": {"k": 3},
-    "entropy_aware_opd": {"k": 3, "tau": 0.1, "alpha": 3.0},
-    "self_distillation": {"k": 3, "divergence": "sampled_reverse_kl"},
-    "sampled_reverse_kl": {"mode": "signed"},
-}
-
-
-@pytest.mark.parametrize("name", CLAMPED)
-def test_clamp_bounds_the_losss_own_value(name: str) -> None:
-    """Of each token alone; below the limit nothing changes, and above it the gradient is scaled."""
-    from tests.losses.test_clamp import TOKENS, inputs_of, logits
-
-    limit = 0.3
-    student, teacher = logits(1)
-    inputs = inputs_of(student, 4 * teacher)
-    inputs = dataclasses.replace(
-        inputs,
-        token_ids=torch.arange(TOKENS) % 8,
-        inference_logprobs=inputs.trainer_logprobs.detach() - 1.5,
-    )
-    plain = setup_loss_fn(parse_loss({"type": name, **CLAMPED[name]}))
-    clamped = setup_loss_fn(parse_loss({"type": name, **CLAMPED[name], "clamp": {"limit": limit}}))
-    sizes = []
-    for t in range(TOKENS):
-        if not inputs.loss_mask[t]:
-            continue
-        alone = dataclasses.replace(inputs, loss_mask=torch.arange(TOKENS) == t)
-        before, after = plain(alone).loss, clamped(alone).loss
-        gradients = [torch.autograd.grad(x, student, retain_graph=True)[0] for x in (before, after)]
-        sizes.append(abs(before.item()))
-        factor = min(1.0, limit / sizes[-1])
-        assert after.item() == pytest.approx(factor * before.item(), rel=1e-9)
-        assert abs(after.item()) <= limit * (1 + 1e-9)
-        torch.testing.assert_close(gradients[1], factor * gradients[0], rtol=1e-9, atol=1e-12)
-    outputs = clamped(inputs)
-    assert max(sizes) > limit
-    above = sum(size > limit for size in sizes) / len(sizes)
-    assert outputs.metrics["clamp/tokens"].item() == pytest.approx(above)
-    assert outputs.metrics["clamp/divergence"].item() == pytest.approx(sum(sizes) / len(sizes))
-
-
-def test_clamp_of_a_loss_without_weights_is_refused() -> None:
-    """Its tokens' values are not known: the message names the table."""
-    from prime_composer.contract import LossOutputs
-    from prime_composer.losses.shared.clamp import SoftClamp
-
-    def unweighted(inputs: LossInputs) -> LossOutputs:
-        return LossOutputs(inputs.trainer_logprobs.sum(), {})
-
-    with pytest.raises(ValueError, match=r"\[loss\.a\.clamp\].*leave the table out"):
-        SoftClamp().bounded(unweighted, tempered_inputs(), "loss.a")

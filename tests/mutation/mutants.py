@@ -46,7 +46,6 @@ TESTS = {
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
     "losses/shared/balance.py": [LOSSES + "test_balance.py"],
-    "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/watch_metrics.py": ["tests/local/test_checks_of_steps.py"],
     **dict.fromkeys(
@@ -94,7 +93,6 @@ TESTS = {
     ),
     "teachers/tape/store.py": ["tests/teachers/test_tape_store.py", "tests/teachers/test_tape.py"],
     "losses/bound.py": [
-        LOSSES + "test_clamp.py",
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
 }  # fmt: skip
@@ -124,7 +122,7 @@ REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
 REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
-BALANCE, CLAMP = "losses/shared/balance.py", "losses/shared/clamp.py"
+BALANCE = "losses/shared/balance.py"
 GRADIENTS = "losses/policy_gradients.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
@@ -410,18 +408,6 @@ MUTANTS: dict[str, Mutant] = {
     "position weights total over the pack": mutant(
         MODIFIERS, "PositionWeights.apply",
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
-    ),
-    "clamp that cuts the gradient": mutant(
-        CLAMP, "SoftClamp.bounded", (
-            "self.limit / size.clamp(min=self.limit)", "(size <= self.limit).to(size)"
-        ),
-    ),
-    "clamp in place of other weights": mutant(
-        CLAMP, "SoftClamp.bounded",
-        ("factors * torch.where(inputs.loss_mask, weights, 1.0)", "factors"),
-    ),
-    "clamp that leaves negative values": mutant(
-        CLAMP, "SoftClamp.bounded", ("values.abs()", "values")
     ),
     "loss that sees another one's support": mutant(
         "losses/bound.py", "_requested", ("support is None or request is None", "support is None")
