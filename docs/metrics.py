@@ -48,11 +48,10 @@ OF_LOSSES = {
     "probable",
     "signal_top1pct": "part of the sum of |signal| that its largest 1% of tokens carry. Near 1 a "
     "handful of tokens trains the model",
-    "signal_abs": "mean |log q - log p| of the sampled token, after clip, floor and baseline",
+    "signal_abs": "mean |log q - log p| of the sampled token, after `clip`",
     "ref_kl": "mean log q - log p of the sampled token; prime-rl's name. Its negative estimates "
     "the reverse KL",
     "teacher_kl": "the same under prime-rl v0.6's name",
-    "baseline": "the control variate, KL on the top K",
     "entropy": "the teacher's entropy",
     "unsure": "share of tokens at which the teacher is unsure, and the forward KL counts",
     "t": "the target's place between student (0) and teacher (1)",

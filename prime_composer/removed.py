@@ -6,7 +6,7 @@ This file imports no other file of the package. It may go at 1.0.
 REMOVED: dict[str, str] = {
     "stages": "begin another run with the checkpoint of the first one, as student.model",
     "rollout.growth": "leave the table out; each step samples up to rollout.max_tokens",
-    "loss.type=topd": "choose sampled_reverse_kl; its mode = 'signed' has top_d, the floor",
+    "loss.type=topd": "choose sampled_reverse_kl",
     "loss.type=distillm2": "choose skewed_kl, or generalized_jsd on the answers of both",
     **dict.fromkeys(
         ("loss.type=rlsd", "loss.type=rlrt", "loss.type=rlcsd", "loss.type=sdar"),

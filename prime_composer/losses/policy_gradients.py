@@ -27,8 +27,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.divergences import reverse_kl
-from prime_composer.full_vocabulary import on_support
 from prime_composer.losses.config import ChannelName, LossConfig, SupportRequest, SupportSize
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
@@ -54,12 +52,7 @@ class SampledReverseKLLossConfig(LossConfig):
     The trust region of mode ``prime_rl`` reads the sign of the RL advantage (v0.6) or always the
     low side (v0.7 and later), not the sign of A. So it drops tokens that the teacher would pull
     back, and keeps some that drift away. Dialect main is v0.7 with rho capped at 1e4 and
-    kl_tau = 0. Mode ``signed`` reads the sign of A, and may reshape A first, in this order:
-
-        TOP-D floor    A <- log(a q/p + 1 - a), never below log(1 - a)
-        clip           A <- clamp(A, -c, c)
-        baseline       A <- A + sg KL_topK(p || q), the vOPD control variate. E_p[A] = -KL(p || q),
-                       so that the expected gradient stays and the variance falls
+    kl_tau = 0. Mode ``signed`` reads the sign of A, and may bound A first by ``clip``.
 
     With ``[reference]`` in a recipe, q is not the teacher alone: its log-prob is lambda log q +
     (1 - lambda) log r with a reference model r, so that A = lambda (log q - log r) - (log p - log
@@ -71,9 +64,8 @@ class SampledReverseKLLossConfig(LossConfig):
 
     References: prime-rl's ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 and later).
     "On-Policy Distillation" (Thinking Machines, 2025),
-    https://thinkingmachines.ai/blog/on-policy-distillation/. TOP-D (2026),
-    https://arxiv.org/abs/2607.04751, and prime-rl's pull request 2966. vOPD (2026),
-    https://arxiv.org/abs/2605.07865. G-OPD (2026), https://arxiv.org/abs/2602.12125.
+    https://thinkingmachines.ai/blog/on-policy-distillation/. G-OPD (2026),
+    https://arxiv.org/abs/2602.12125.
     """
 
     type: Literal["sampled_reverse_kl"] = "sampled_reverse_kl"
@@ -83,9 +75,9 @@ class SampledReverseKLLossConfig(LossConfig):
         {"dialect": "v0.6"},
         {"dialect": "main"},
         {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
-        {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
-        {"mode": "signed", "baseline": "topk_kl", "k": "full"},
+        {"mode": "signed", "clip": 0.5},
         {"stops": {"ids": [3, 5]}},
+        {"mode": "signed", "stops": {"ids": [3, 5]}, "k": "full"},
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )
     surrogate: ClassVar[bool] = True
@@ -112,14 +104,8 @@ class SampledReverseKLLossConfig(LossConfig):
     clip: PositiveFloat | None = None
     """Mode signed: bound of |A|, in nats."""
 
-    top_d: float | None = Field(None, gt=0, lt=1)
-    """Mode signed: TOP-D's a. A is then never below log(1 - a)."""
-
-    baseline: Literal["topk_kl"] | None = None
-    """Mode signed: vOPD's control variate from the teacher's top-K, which it then needs."""
-
     k: SupportSize = 32
-    """Teacher tokens per position for the baseline and for ``stops``."""
+    """Teacher tokens per position for ``stops``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -133,32 +119,26 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @model_validator(mode="after")
     def _knobs_fit_the_mode(self) -> "SampledReverseKLLossConfig":
-        for knob in ("clip", "top_d", "baseline"):
-            if self.mode == "prime_rl" and getattr(self, knob) is not None:
-                raise ValueError(
-                    f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic "
-                    "and nothing else."
-                )
+        if self.mode == "prime_rl" and self.clip is not None:
+            raise ValueError(
+                "clip needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic and "
+                "nothing else."
+            )
         return self
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, the advantages of v0.6, and the baseline's or stops' top K."""
+        """The teacher's log-prob, the advantages of v0.6, and the top K of stops."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0.6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
-        if self.baseline or self.stops:
+        if self.stops:
             needs.add("hidden_states" if self.k == "full" else "support")
         return frozenset(needs)
 
     @property
-    def needs_fixed_support(self) -> bool:
-        """With a baseline, which is subtracted in expectation."""
-        return self.baseline is not None
-
-    @property
     def support(self) -> SupportRequest | None:
-        """The teacher's k most probable tokens, for the baseline and for stops."""
+        """The teacher's k most probable tokens, for stops."""
         return SupportRequest(self.k) if "support" in self.needs else None
 
 
@@ -219,23 +199,16 @@ def _signed(
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
 ) -> tuple[Float[Tensor, " seq"], Bool[Tensor, " seq"], dict[str, Tensor]]:
-    """Return the reshaped signal, what the trust region drops by its sign, and metrics."""
-    mask = inputs.loss_mask
-    signal = log_teacher_ratio
-    if config.top_d is not None:
-        floor = torch.full_like(signal, math.log1p(-config.top_d))
-        signal = torch.logaddexp(signal + math.log(config.top_d), floor)
+    """Return the bounded signal, what the trust region drops by its sign, and metrics."""
+    mask, signal = inputs.loss_mask, log_teacher_ratio
     if config.clip is not None:
         signal = signal.clamp(-config.clip, config.clip)
-    metrics = {"ref_kl": token_mean(log_teacher_ratio, mask)}
-    if config.baseline is not None:
-        baseline = on_support(given(inputs.support).masked(mask), reverse_kl).to(signal.dtype)
-        signal = signal + baseline
-        metrics["baseline"] = token_mean(baseline, mask)
-    signal = torch.where(mask, signal, 0.0)
     high, low = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
-    metrics["is_masked_low"] = token_mean(low, mask)
-    metrics["is_masked_high"] = token_mean(high, mask)
+    metrics = {
+        "ref_kl": token_mean(log_teacher_ratio, mask),
+        "is_masked_low": token_mean(low, mask),
+        "is_masked_high": token_mean(high, mask),
+    }
     return signal, high | low, metrics
 
 

@@ -395,7 +395,7 @@ def of_reference(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"[reference] changes the teacher's log-prob of the sampled token, which is "
                 f"then none of a distribution, and [{section}] type = {part.type!r} reads more "
-                f"than that: use type = {able} without a baseline"
+                f"than that: use type = {able} without stops"
             )
 
 

@@ -34,7 +34,7 @@ VOCAB, K = 151_936, 32
 TAIL = {"type": "topk_reverse_kl", "k": K}
 LOSSES = {
     "sampled_reverse_kl": {},
-    "sampled_reverse_kl signed, vOPD": {"mode": "signed", "baseline": "topk_kl", "k": K},
+    "sampled_reverse_kl signed": {"mode": "signed"},
     "topk_reverse_kl tail": {"k": K},
     "topk_reverse_kl renorm": {"k": K, "normalization": "renorm"},
     "topk_forward_kl": {"k": K},

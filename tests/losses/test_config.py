@@ -226,7 +226,7 @@ def test_rules_read_what_a_loss_says_of_itself():
         ),
         ({"type": "self_distillation", "divergence": "sampled_reverse_kl"}, True, None, 0),
         (
-            {"type": "sampled_reverse_kl", "mode": "signed", "baseline": "topk_kl", "k": 6},
+            {"type": "sampled_reverse_kl", "stops": {"ids": [1]}, "k": 6},
             True,
             SupportRequest(6),
             6,

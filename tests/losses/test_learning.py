@@ -26,12 +26,7 @@ RECIPES = {
     if cls.channel == "distillation" and name != "sft"
 } | {
     "sampled_reverse_kl, signed": {"mode": "signed"},
-    "sampled_reverse_kl, every knob": {
-        "mode": "signed",
-        "clip": 3.0,
-        "top_d": 0.95,
-        "baseline": "topk_kl",
-    },
+    "sampled_reverse_kl, clipped": {"mode": "signed", "clip": 3.0},
     "topk_reverse_kl, generalized": {"normalization": "generalized"},
     "generalized_jsd, .1": {"beta": 0.1},
     "generalized_jsd, .9": {"beta": 0.9},

@@ -324,13 +324,6 @@ MUTANTS: dict[str, Mutant] = {
         GRADIENTS, "_signed",
         ("signal.clamp(-config.clip, config.clip)", "signal.clamp(max=config.clip)"),
     ),
-    "TOP-D floor without its weight": mutant(
-        GRADIENTS, "_signed",
-        ("torch.logaddexp(signal + math.log(config.top_d), floor)", "torch.maximum(signal, floor)"),
-    ),
-    "vOPD baseline subtracted": mutant(
-        GRADIENTS, "_signed", ("signal + baseline", "signal - baseline")
-    ),
     # head and tail
     "head keeps the mass's gradient": mutant(
         HEAD_TAIL, "head_tail_reverse_kl_loss_fn",

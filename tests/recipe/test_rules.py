@@ -39,7 +39,7 @@ OWN = {"model": "t", "tokenizer": "own"}
 BASE = {"base": True}
 POLICY: Case = {"teacher": {"policy": {}}}
 SAMPLED = {"type": "sampled_reverse_kl"}
-BASELINE = {**SAMPLED, "mode": "signed", "baseline": "topk_kl"}
+STOPPED = {**SAMPLED, "stops": {"ids": [1]}}
 TOP: dict[str, Any] = {"type": "topk_reverse_kl", "k": 4}
 COVERING = {"type": "generalized_jsd", "k": 4}
 SFT: Case = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
@@ -131,7 +131,7 @@ ROWS: dict[str, list[Case]] = {
     "`[reference] start = true`, `student.quantize`": [{**START, "student": QUANTIZED}],
     "`[reference]`, a loss that reads more than the sampled token": [
         *[{"reference": {"model": "r"}, "loss": loss}
-          for loss in (TOP, BASELINE, {**BASELINE, "k": "full"})],
+          for loss in (TOP, STOPPED, {**STOPPED, "k": "full"})],
         {"reference": {"model": "r"}, **SFT},
     ],
     "`hint = 'sibling'`, a loss that reads rewards": [
