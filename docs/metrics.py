@@ -74,7 +74,6 @@ OF_MODIFIERS = {
     "stops/sampled": "share of tokens that are one of the stops",
     "stops/student": "the student's probability of all stops where one was sampled",
     "stops/teacher": "the teacher's; what its top K lists, and the sampled one",
-    "repetition/tokens": "share of tokens in repetitions",
     "position_weights/mean": "mean weight of a token",
 }
 """Metric of a table that works with every loss -> what it is."""

@@ -66,9 +66,8 @@ def _loss_sections() -> Iterator[str]:
     yield (
         "## `[loss]`\n\n"
         f"The objective. `type` is one of {types}, or `my_package.my_module:my_loss` for a loss of "
-        "your own. The modifiers `[loss.repetition]`, `[loss.special_tokens]`, "
-        "`[loss.position_weights]` and `[loss.rl_mix]` work with every type, `[loss.stops]` with "
-        "a top K or all ids of a teacher."
+        "your own. The modifiers `[loss.special_tokens]`, `[loss.position_weights]` and "
+        "`[loss.rl_mix]` work with every type, `[loss.stops]` with a top K or all ids of a teacher."
     )
     shared = _knobs(SupportLossConfig)
     yield _section(SHARED, SupportLossConfig, shared, level=3)

@@ -9,8 +9,8 @@ token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
-``hidden_states``, ``token_ids``, ``segment_ids``, ``sampled``, ``balance``,
-``untempered_logprobs`` and ``Mean`` are additions.
+``hidden_states``, ``token_ids``, ``segment_ids``, ``balance``, ``untempered_logprobs`` and
+``Mean`` are additions.
 """
 
 import math
@@ -358,15 +358,6 @@ class Support:
         return Support(self.token_ids, log_q, log_p)
 
 
-class SampledText(NamedTuple):
-    """All tokens of some sequences."""
-
-    token_ids: Int[Tensor, " n"]
-    mask: Bool[Tensor, " n"]  # which ones were sampled
-    segment_ids: Int[Tensor, " n"] | None
-    places: Int[Tensor, " seq"]  # the index of each token of the inputs among them
-
-
 class StopLogprobs(NamedTuple):
     """Log p at ids that end an answer, [seq, m] each, with the gradient."""
 
@@ -397,8 +388,6 @@ class LossInputs:
             before t. None without them.
         token_ids: the tokens themselves, [seq]. Token-wise modifiers read them.
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
-        sampled: the text that the tokens are of, with those between them, and with sampled tokens
-            that do not train for want of a score. None: the mask has all sampled tokens.
         balance: weight of each token by the loss's ``Balance``, [seq]. None without one.
         untempered_logprobs: log p at temperature 1, [seq], with the gradient. None where that is
             ``trainer_logprobs``, and inside prime-rl, whose trainer has the other alone.
@@ -415,7 +404,6 @@ class LossInputs:
     hidden_states: TwoHeads | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
-    sampled: SampledText | None = None
     balance: Float[Tensor, " seq"] | None = None
     untempered_logprobs: Float[Tensor, " seq"] | None = None
     stops: StopLogprobs | None = None

@@ -41,7 +41,7 @@ SIGNS = {
         True,
         "{:.1%} of the rollouts end in a repetition",
         "if rollout/end_teacher is near 0, name the ends of both models in [loss.stops]; otherwise "
-        "lower trainer.lr, or leave the repetition out with [loss.repetition]",
+        "lower trainer.lr",
     ),
     "truncated": Sign(
         "rollout/student_truncated",

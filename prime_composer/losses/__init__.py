@@ -1,8 +1,7 @@
 """Losses: a config, then its function, and a family in one file. See README.md in this folder.
 
-Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
-``[loss.position_weights]``, ``[loss.rl_mix]``. Those with a top K or the whole vocabulary take
-``[loss.stops]`` too.
+Modifiers work with all of them: ``[loss.special_tokens]``, ``[loss.position_weights]``,
+``[loss.rl_mix]``. Those with a top K or the whole vocabulary take ``[loss.stops]`` too.
 
 A new loss registers itself, and has its file imported below. A loss outside the package needs
 neither: name it as ``type = "my_package.my_module:my_loss"``.

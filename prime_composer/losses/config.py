@@ -20,7 +20,6 @@ from prime_composer.losses.shared.balance import Balance
 from prime_composer.losses.shared.modifiers import (
     Modifier,
     PositionWeights,
-    RepetitionMask,
     SpecialTokenMask,
 )
 from prime_composer.losses.shared.stops import Stops
@@ -93,9 +92,6 @@ class LossConfig(Table):
     type: str
     """Name of the loss."""
 
-    repetition: RepetitionMask | None = None
-    """Removes the repeated end of a response from the loss."""
-
     special_tokens: SpecialTokenMask | None = None
     """Removes the tokens of a chat template from the loss."""
 
@@ -159,7 +155,7 @@ class LossConfig(Table):
     @final
     def modifiers(self) -> tuple[Modifier, ...]:
         """Modifiers of the inputs, in the order in which they apply."""
-        own = (self.repetition, self.special_tokens, self.stops, self.position_weights)
+        own = (self.special_tokens, self.stops, self.position_weights)
         chosen = (*(own if self.rl_mix is None else ()), self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 

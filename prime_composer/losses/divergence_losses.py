@@ -88,7 +88,6 @@ class TopKReverseKLLossConfig(KLLossConfig):
         {"normalization": "raw", "allow_biased": True, "k": 8},
         {"normalization": "full", "k": "full"},
         {"special_tokens": {"ids": [1, 2, 3]}},
-        {"repetition": {"copies": 2, "tokens": 2}},
         {"special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
         {"stops": {"ids": [3, 5]}, "k": 8},
         {"position_weights": {}},

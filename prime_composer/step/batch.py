@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxtyping import Bool
-from torch import Tensor
-
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
@@ -22,8 +19,6 @@ class Sample:
     reward: float = 0.0  # 1.0 or 0.0; between them for a graded metric; an environment's own
     advantage: float | None = None  # reward minus the group's mean; None where no loss reads it
     scores: Scores | None = None  # the teacher's log-probs; None where the loss needs no teacher
-    # ``loss_mask`` before tokens without a score left it; None where none did
-    sampled: Bool[Tensor, " seq"] | None = None
     weight: float | None = None  # factor of each of its tokens, by the loss's ``balance``
     first: bool = True  # of its rollout, which is several where a conversation branched
 
@@ -51,7 +46,7 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
         return None
     left = replace(rollout, loss_mask=mask)
     own = replace(scores, scored=None).rows(slice(left.start - rollout.start, None))
-    return replace(sample, rollout=left, scores=own, sampled=rollout.loss_mask)
+    return replace(sample, rollout=left, scores=own)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,21 +11,13 @@ import numpy as np
 import torch
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.losses.shared.modifiers import RepetitionMask
-from prime_composer.losses.shared.repetition import repeated_end
 from prime_composer.step.batch import Sample
-
-LIMITS = RepetitionMask()
-
-SHORTEST = min(max(LIMITS.tokens, LIMITS.copies * p) - p for p in range(1, LIMITS.period + 1))
-"""Fewest tokens after the first copy of a repetition."""
 
 
 def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the numbers of sampled rollouts, before they are scored.
 
-    - ``rollout/repeated``: share of the samples that end in a repetition, by the measure of
-      ``[loss.repetition]`` at its defaults.
+    - ``rollout/repeated``: share of the samples that end in a repetition (``repeated_tokens``).
     - ``rollout/repeated_tokens``: share of the tokens that repeat, without the first copy.
     - ``rollout/entropy``: mean of -log mu in nats per token. Its expectation is the entropy of the
       policy that samples, at its temperature and top-p.
@@ -50,17 +42,23 @@ def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def repeated_tokens(rollout: Rollout) -> int:
-    """Return how many tokens at the end of a rollout only repeat."""
-    ids = rollout.token_ids.numpy()
-    if not rollout.loss_mask.numpy()[-1]:  # what came after its last answer
-        ids = ids[: int(rollout.loss_mask.nonzero()[-1]) + 1]
-    # Its last tokens stand at least once in the text before them: that is asked at once.
-    end, place = ids[-SHORTEST:].tobytes(), ids[-SHORTEST - LIMITS.period : -1].tobytes()
-    if end not in place:
-        return 0
-    limits = LIMITS.period, LIMITS.copies, LIMITS.tokens
-    return int(repeated_end(rollout.token_ids, rollout.loss_mask, None, *limits).sum())
+def repeated_tokens(rollout: Rollout, period: int = 64, copies: int = 4, tokens: int = 16) -> int:
+    """Return how many tokens at the end of a rollout only repeat.
+
+    An answer x_1 ... x_n ends in a repetition of period p if x_t = x_{t-p} for all of its last m
+    tokens, where m is as large as possible. The repetition is m + p tokens long. It counts from
+    ``copies`` p and ``tokens`` on, up to the largest ``period``. The result is the largest m, of
+    the last answer of a conversation.
+    """
+    trained = np.flatnonzero(rollout.loss_mask.numpy())
+    *_, last = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)
+    text, longest = rollout.token_ids.numpy()[last], 0
+    for p in range(1, period + 1):
+        least = max(copies * p, tokens) - p
+        if len(text) >= least + p and (text[-least:] == text[-least - p : -p]).all():
+            differs = np.flatnonzero(text[p:] != text[:-p])
+            longest = max(longest, len(text) - p - (int(differs[-1]) + 1 if len(differs) else 0))
+    return longest
 
 
 def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,7 +15,6 @@ from prime_composer.contract import (
     HiddenStates,
     Logits,
     LossInputs,
-    SampledText,
     Scores,
     StopLogprobs,
     Support,
@@ -116,7 +115,6 @@ def student_inputs(
         support=support,
         hidden_states=both,
         token_ids=labels.to(device),
-        sampled=_sampled_text(samples, ids, trained, device),
         stops=StopLogprobs(tuple(stop_ids), of_stops, tempered) if stop_ids else None,
         **_of_sequences(samples, trained.sum(dim=1), device),
     )
@@ -136,24 +134,6 @@ def _of_sequences(
         "segment_ids": per_token(range(len(samples))),
         "balance": per_token(sample.weight for sample in samples),
     }
-
-
-def _sampled_text(
-    samples: Sequence[Sample],
-    ids: Int[Tensor, "batch length"],
-    trained: Bool[Tensor, "batch length"],
-    device: torch.device,
-) -> SampledText:
-    masks = [
-        sample.rollout.loss_mask if sample.sampled is None else sample.sampled for sample in samples
-    ]
-    columns = (
-        ids.flatten(),
-        pad_sequence(masks, batch_first=True).flatten(),
-        torch.arange(len(samples)).repeat_interleave(ids.shape[1]),
-        trained.flatten().nonzero()[:, 0],
-    )
-    return SampledText(*(column.to(device) for column in columns))
 
 
 def _by_hidden_states(

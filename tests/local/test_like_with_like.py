@@ -130,7 +130,6 @@ TABLES = {
     "special": {"type": "sampled_reverse_kl", "special_tokens": removed(150)},
     "skip": {"type": "self_distillation", "k": 8, "skip_first": 5},
     "dropped": SIGNED,
-    "repetition": {"type": "topk_reverse_kl", "k": 8, "repetition": {"copies": 2, "tokens": 2}},
     "forward": {"type": "topk_forward_kl", "k": 8, "special_tokens": removed(90)},
     "mix": {
         "type": "sampled_reverse_kl",

@@ -149,8 +149,7 @@ def test_every_optional_input_has_a_row():
         for field in dataclasses.fields(LossInputs)
         if types.NoneType in typing.get_args(hints[field.name])
     }
-    others = {"loss_weights", "sampled", "segment_ids", "untempered_logprobs"}
-    assert set(NEEDS) == optional - others
+    assert set(NEEDS) == optional - {"loss_weights", "segment_ids", "untempered_logprobs"}
     page = (PACKAGE / "losses/README.md").read_text()
     assert all(f"`{name}`" in page for name in NEEDS)
 

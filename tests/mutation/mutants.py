@@ -42,8 +42,7 @@ TESTS = {
         LOSSES + "test_support_losses.py",
         LOSSES + "test_distillation_kl.py",
     ],
-    "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
-    "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
+    "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
     "losses/shared/balance.py": [LOSSES + "test_balance.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
@@ -121,7 +120,7 @@ SKEWED = "divergences/skewed.py"
 REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
-REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
+COLLAPSE = "step/collapse.py"
 BALANCE = "losses/shared/balance.py"
 GRADIENTS = "losses/policy_gradients.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
@@ -429,17 +428,11 @@ MUTANTS: dict[str, Mutant] = {
         "losses/shared/metrics.py", "distillation_kl", ("torch.where(within, 0.0, kl)", "kl")
     ),
     # a student that collapses
-    "repetition across sequences": mutant(
-        REPETITION, "repeated_end", (
-            "(token_ids == token_ids[earlier]) & (segment_ids == segment_ids[earlier])",
-            "token_ids == token_ids[earlier]",
-        ),
-    ),
     "repetition across what does not train": mutant(
-        REPETITION, "repeated_end", ("mask & mask[earlier] & (places >= p)", "mask & (places >= p)")
+        COLLAPSE, "repeated_tokens", ("_T[last]", "_T[trained]")
     ),
-    "repetition measured and kept": mutant(
-        MODIFIERS, "RepetitionMask.apply", ("mask & ~repeated", "mask")
+    "repetition without its earliest tokens": mutant(
+        COLLAPSE, "repeated_tokens", ("differs[-1]", "differs[0]")
     ),
     "ends of cut answers": mutant(
         COLLAPSE, "end_metrics", ('sample.rollout.finish_reason == "stop"', "True")
@@ -494,9 +487,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "islands: momentum that looks back": mutant(
         "local/islands/outer.py", "OuterSteps.__init__", ("momentum > 0", "False")
-    ),
-    "repetition ends at a token without a score": mutant(
-        MODIFIERS, "RepetitionMask.apply", ("text is None", "True")
     ),
     "cut answers with an end": mutant(
         "step/overflow.py", "head_of", ("'length'", "rollout.finish_reason")

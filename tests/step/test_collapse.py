@@ -1,6 +1,7 @@
 """What a step says of how answers end, against counts by hand."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.step.batch import Sample
-from prime_composer.step.collapse import collapse_metrics, end_metrics
+from prime_composer.step.collapse import collapse_metrics, end_metrics, repeated_tokens
 from prime_composer.step.overflow import fit
 
 NAN = math.nan
@@ -45,6 +46,55 @@ def test_collapse_counts_rollouts_and_tokens_that_repeat():
             "rollout/student_tokens": 12,
         }
     )
+
+
+def repeats_by_hand(ids, mask, period, copies, tokens):
+    """Return how many tokens come after the first copy of the piece that repeats longest."""
+    last = max(t for t, one in enumerate(mask) if one)
+    first = last
+    while mask[first]:
+        first -= 1
+    text, longest = ids[first + 1 : last + 1], 0
+    for p in range(1, min(period, len(text) - 1) + 1):
+        length = p
+        while length < len(text) and text[-length - 1] == text[-length - 1 + p]:
+            length += 1
+        if length >= max(tokens, copies * p):
+            longest = max(longest, length - p)
+    return longest
+
+
+@pytest.mark.parametrize("limits", [(64, 4, 16), (4, 2, 2), (20, 3, 6), (1, 2, 2)])
+def test_repeated_tokens_are_those_of_a_search_by_hand(limits):
+    """In answers of few ids, some of which loop, with gaps and with what comes after them."""
+    draw, loops = random.Random(0), 0
+    for _ in range(200):
+        piece = [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
+        answer = [draw.randrange(3) for _ in range(draw.randrange(1, 9))]
+        answer += piece * draw.randrange(9) + piece[: draw.randrange(len(piece))]
+        after = draw.randrange(3)
+        ids = [0, *answer, *[1] * after]
+        mask = [False, *[draw.random() < 0.95 for _ in answer], *[False] * after]
+        if True in mask:
+            log_mu = torch.full((len(ids),), -1.0)
+            one = Rollout(torch.tensor(ids), torch.tensor(mask), log_mu, "length", 0)
+            found = repeated_tokens(one, *limits)
+            assert found == repeats_by_hand(ids, mask, *limits)
+            loops += found > 0
+    assert loops > 20
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([7, 8, 9] + [1, 2] * 8, 14),
+        ([7, 8, 9] + [1, 2] * 7 + [1], 0),  # 15 tokens are too few
+        ([1] * 16, 15),
+        ([1] * 16 + [2], 0),  # it stopped
+    ],
+)
+def test_repeated_tokens_begin_after_the_first_copy(ids, expected):
+    assert repeated_tokens(sample(ids, [-1.0] * len(ids)).rollout) == expected
 
 
 def test_collapse_of_a_prompt_that_repeats_is_none():

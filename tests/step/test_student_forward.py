@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import IN_TAIL, Scores
-from prime_composer.losses.shared.modifiers import RepetitionMask
-from prime_composer.step.batch import Sample, with_scores
+from prime_composer.contract import IN_TAIL
+from prime_composer.step.batch import Sample
 from prime_composer.step.student_forward import student_inputs
 from tests.local.helpers import PROBLEM, random_samples, sample
 
@@ -76,46 +74,6 @@ def test_student_inputs_have_logprobs_at_the_stops(
         torch.testing.assert_close(inputs.support.student_logprobs, plain.support.student_logprobs)
     with pytest.raises(ValueError, match=r"stops\.ids has 999999"):
         student_inputs(student[0], samples, stop_ids=(4, 999_999))
-
-
-LOOP = [5, 6, 7, *[8, 9] * 20]
-
-
-def looping(scored: list[bool]) -> Sample | None:
-    """Return a sample of three tokens of prompt and a loop, as its teacher's scores leave it."""
-    n = len(LOOP)
-    mask = torch.arange(3 + n) >= 3
-    mu = torch.where(mask, -1.0, torch.nan)
-    rollout = Rollout(torch.tensor([1, 2, 3, *LOOP]), mask, mu, "length", 0)
-    none = torch.empty(n, 0)
-    scores = Scores(-torch.ones(n), none.long(), none, start=3, scored=torch.tensor(scored))
-    return with_scores(Sample(rollout, PROBLEM), scores)
-
-
-def test_repetition_reads_tokens_that_no_teacher_scored(student: tuple[Any, Any]) -> None:
-    """Beside a sample without gaps: all but the loop's first copy is left out, as far as it trains.
-
-    One without a score ends no search, wherever it is: in the loop, at its end, at the start.
-    """
-    gaps = [place % 7 != 0 and place < len(LOOP) - 1 for place in range(len(LOOP))]
-    samples = [looping(gaps), looping([True] * len(LOOP))]
-    assert samples[0] is not None and samples[0].rollout.start == 4
-    inputs = student_inputs(student[0], samples)
-    kept, _ = RepetitionMask().apply(inputs)
-    assert kept.token_ids[kept.loss_mask].tolist() == [6, 7, 8, 9, 5, 6, 7, 8, 9]
-
-
-def test_repetition_ends_where_another_speaks(student: tuple[Any, Any]) -> None:
-    """Between two answers of one conversation, as inside prime-rl: only the last one's is found."""
-    one = looping([True] * len(LOOP))
-    assert one is not None
-    mask = one.rollout.loss_mask.clone()
-    mask[24:26] = False
-    scores = one.scores
-    assert scores is not None
-    turns = replace(one, rollout=replace(one.rollout, loss_mask=mask))
-    kept, _ = RepetitionMask().apply(student_inputs(student[0], [turns]))
-    assert int((~kept.loss_mask).sum()) == len(LOOP) + 3 - 26 - 2
 
 
 def test_ids_that_a_teacher_does_not_know_are_not_known_to_the_loss(

@@ -14,8 +14,7 @@ msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
-from prime_composer.contract import InvalidAnswer, LossInputs, Scores  # noqa: E402
-from prime_composer.losses.shared.modifiers import RepetitionMask  # noqa: E402
+from prime_composer.contract import InvalidAnswer, Scores  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     NAME,
     SCORE_PATH,
@@ -29,7 +28,6 @@ from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
 from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
-from prime_composer.upstream.trainer.batches import PackedMicroBatch  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
@@ -397,20 +395,3 @@ def test_server_with_another_tokenizer_is_refused(student):
         pytest.raises(InvalidAnswer, match="other tokens than the tokenizer .*token 3 is 7, and"),
     ):
         scored(url, conversation(student, "ab"))
-
-
-def test_repetition_reads_what_no_teacher_scored():
-    """Such a token has the weight 0, and prime-rl takes it out of the loss's mask."""
-    ids = torch.tensor([1, 2, 3, 5, 6, 7, *[8, 9] * 20])
-    sampled = torch.arange(len(ids)) >= 3
-    weights = torch.where(sampled & (torch.arange(len(ids)) % 7 != 4), 1.0, 0.0)
-    streams = {"input_ids": ids, "loss_mask": sampled, "ref_kl_weights": weights}
-    tensors = {name: stream[None] for name, stream in streams.items()}
-    batch = PackedMicroBatch(tensors | {"env_names": ["sums"] * len(ids)}, 0)
-    logprobs = torch.zeros(len(ids))
-    batch.place([logprobs])
-    fields = batch.aligned(logprobs)
-    assert fields.pop("environment") == "sums"
-    inputs = LossInputs(logprobs, logprobs, None, None, sampled & (weights != 0), **fields)
-    kept, _ = RepetitionMask().apply(inputs)
-    assert ids[kept.loss_mask].tolist() == [5, 7, 8, 9]

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
 from prime_composer.losses.shared.metrics import token_mean
-from prime_composer.losses.shared.repetition import repeated_end
 from prime_composer.tables import Table
 
 M = TypeVar("M", bound=BaseModel)
@@ -119,45 +118,6 @@ class SpecialTokenMask(TokenModifier):
                 metrics["special_tokens/signal"] = token_mean(signal, mask)
                 metrics["special_tokens/removed_signal"] = token_mean(of_removed, mask)
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
-
-
-class RepetitionMask(Modifier):
-    """Remove the repeated end of a response from the loss.
-
-    A student that does not stop any more repeats itself up to its token budget. Both sides predict
-    such tokens easily, and of a few responses they outnumber all others. What counts as a
-    repetition is in ``repetition.repeated_end``; its first copy trains. TIDE (2026),
-    https://arxiv.org/abs/2608.09836, leaves such an end out.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"token_ids"})
-
-    mask: bool = True
-    """Remove them. False: only measure their share."""
-
-    period: int = Field(default=64, ge=1, le=4096)
-    """Longest repeated piece, in tokens."""
-
-    copies: int = Field(default=4, ge=2)
-    """Fewest copies of the piece at the end of a response. The first one trains."""
-
-    tokens: int = Field(default=16, ge=2)
-    """Fewest tokens of all copies."""
-
-    def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """Return the inputs without these tokens, and ``repetition/tokens``, their share."""
-        mask, text = inputs.loss_mask, inputs.sampled
-        ids = given(inputs.token_ids)
-        limits = (self.period, self.copies, self.tokens)
-        if text is None:
-            repeated = repeated_end(ids, mask, inputs.segment_ids, *limits)
-        else:  # a token without a score is one of the text still
-            found = repeated_end(text.token_ids, text.mask, text.segment_ids, *limits)
-            repeated = found[text.places] & mask
-        metrics = {"repetition/tokens": token_mean(repeated, mask)}
-        if self.mask:
-            inputs = dataclasses.replace(inputs, loss_mask=mask & ~repeated)
-        return inputs, metrics
 
 
 class PositionWeights(Modifier):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import Logits, SampledText, Scores, StopLogprobs, Support, TwoHeads
+from prime_composer.contract import Logits, Scores, StopLogprobs, Support, TwoHeads
 from prime_composer.full_vocabulary import compare
 from prime_composer.losses.shared.stops import is_in
 from prime_composer.scoring.shared_vocabulary import lacking
@@ -170,14 +170,9 @@ class PackedMicroBatch:
                 f"did not get, so nothing tells which tokens they are of. {DOCTOR}"
             )
         device = trainer_logprobs.device
-        ids, mask = self.input_ids[part], self._tensors["loss_mask"][0][part]
-        places = torch.arange(len(ids))
-        columns = (ids, mask, torch.zeros_like(places), places)
         fields = {
             "environment": self._tensors["env_names"][part.start],
-            "token_ids": ids.to(device),
-            # A token without a score has the weight 0, and is in this mask still.
-            "sampled": SampledText(*(column.to(device) for column in columns)),
+            "token_ids": self.input_ids[part].to(device),
             "support": self._support(part, trainer_logprobs, model),
             "hidden_states": self._two_heads(part, model),
         }
