@@ -40,7 +40,7 @@ from tests.builders import (
     with_trained_head,
 )
 
-SAME_PATH = {"normalization", "k", "allow_biased"}
+SAME_PATH = {"normalization", "k"}
 """Knobs that select another formula of the same divergence, and no other path through the code."""
 
 
@@ -85,15 +85,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             changed = {k for k in knobs.keys() | first.keys() if knobs.get(k) != first.get(k)}
             if knobs is first or not changed <= SAME_PATH:
                 representatives.append(config)
-    differentiable = [
-        config
-        for config in configs
-        if not config.surrogate and getattr(config, "normalization", None) != "stop_gradient"
-    ]
     cases = {
         "config": configs,
         "representative": representatives,
-        "differentiable": differentiable,
+        "differentiable": [config for config in configs if not config.surrogate],
     }
     for name in cases.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(name, cases[name], ids=config_id)
@@ -340,7 +335,7 @@ def supported(config: LossConfig) -> list[LossConfig]:
     """Return a config with each normalization that it takes, on a support of 4."""
     knobs = config.model_dump(exclude_unset=True)
     found = []
-    for normalization in (None, "tail", "renorm", "stop_gradient", "generalized", "raw"):
+    for normalization in (None, "tail", "renorm", "generalized"):
         more = {} if normalization is None else {"normalization": normalization}
         with contextlib.suppress(ValidationError, ValueError):
             found.append(type(config)(**{**knobs, "k": 4, **more}))

@@ -24,14 +24,13 @@ tail           sum_S p log p/q         S: p_j (log p_j/q_j - L)                 
 renorm         sum_S p^ log p^/q^      S: p^_j (log p^_j/q^_j - L), off S: exactly 0   any P
 generalized    sum_S p log p/q         1_S p_j log p_j/q_j - p_j sum_S p log p/q       yes
                - p + q
-stop_gradient  sum_S p sg(log p/q)     that of ``generalized``                         yes
-raw            sum_S p log p/q         1_S p_j (log p_j/q_j + 1) - p_j (L + P)         no
 =============  ======================  ==============================================  ==========
 
 ``tail`` treats everything outside S as one outcome. It is a lower bound of the full KL, equal to
 P renorm + KL(Bernoulli P || Bernoulli Q). It is the only row on K < V in which the teacher's mass
 outside S is a target. ``renorm`` (arXiv 2603.25562) leaves the mass outside S free.
-``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). ``raw`` has the gradient of P itself at p = q.
+``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). Without its - p + q, the gradient of a sum over
+S is that of P itself at p = q.
 """
 
 from prime_composer.divergences.alpha_beta import alpha_beta_divergence, total_variation
@@ -52,7 +51,6 @@ from prime_composer.divergences.kl import (
     forward_kl,
     generalized_jsd,
     kls_and_entropy,
-    refuse_biased,
     reverse_kl,
     taid,
     taid_target,
@@ -78,7 +76,6 @@ __all__ = [
     "log1mexp",
     "log_tail_mass",
     "outcomes",
-    "refuse_biased",
     "renormalized",
     "reverse_kl",
     "skewed_forward_kl",

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Normalization = Literal["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
+Normalization = Literal["full", "tail", "renorm", "generalized"]
 
 MAX_LOG_MASS = -1e-7  # With a complement in float32: 1 - exp(-1e-7) is about 1 ulp
 

@@ -14,6 +14,8 @@ from prime_composer.divergences.base import (
     with_slope,
 )
 
+CORRECTED = "full, tail, renorm, generalized"  # Normalizations of the KLs and their mixture
+
 LEAST = -1e30  # Stands for -inf where a probability of 0 is multiplied by its logarithm
 
 
@@ -21,21 +23,15 @@ def reverse_kl(
     student_logprobs: Float[Tensor, "*pos k"],
     teacher_logprobs: Float[Tensor, "*pos k"],
     normalization: Normalization = "tail",
-    allow_biased: bool = False,
 ) -> Float[Tensor, "*pos"]:
     """Return KL(student || teacher) per position, by a row of the module's table.
 
     Raises:
-        ValueError: 'raw' without ``allow_biased``, or 'renorm' with K = 1.
+        ValueError: 'renorm' with K = 1.
     """
-    choices = "full, tail, renorm, generalized, stop_gradient, raw"
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
-    match normalization:
-        case "generalized":
-            return (kl_terms(p, q) - torch.exp(p) + torch.exp(q)).sum(-1)
-        case "stop_gradient":
-            return (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)
-    refuse_biased(normalization, allow_biased)
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, CORRECTED)
+    if normalization == "generalized":
+        return (kl_terms(p, q) - torch.exp(p) + torch.exp(q)).sum(-1)
     return kl_terms(p, q).sum(-1)
 
 
@@ -43,7 +39,6 @@ def forward_kl(
     student_logprobs: Float[Tensor, "*pos k"],
     teacher_logprobs: Float[Tensor, "*pos k"],
     normalization: Normalization = "tail",
-    allow_biased: bool = False,
 ) -> Float[Tensor, "*pos"]:
     """Return KL(teacher || student) per position, the mirror image of ``reverse_kl``.
 
@@ -53,28 +48,14 @@ def forward_kl(
         tail           S: p_j - q_j, off S: p_j (1 - q_tail/p_tail)
         renorm         S: p^_j - q^_j, off S: 0
         generalized    1_S (p_j - q_j) + p_j (Q - P)
-        raw            Q p_j - 1_S q_j, which is not 0 at p = q
 
     Raises:
-        ValueError: 'stop_gradient' (the gradient would be 0), 'raw' without ``allow_biased``, or
-            'renorm' with K = 1.
+        ValueError: 'renorm' with K = 1.
     """
-    choices = "full, tail, renorm, generalized, raw"
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, CORRECTED)
     if normalization == "generalized":
         return (kl_terms(q, p) - torch.exp(q) + torch.exp(p)).sum(-1)
-    refuse_biased(normalization, allow_biased)
     return kl_terms(q, p).sum(-1)
-
-
-def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
-    """Refuse normalization "raw" without ``allow_biased``."""
-    if normalization == "raw" and not allow_biased:
-        raise ValueError(
-            "normalization 'raw' is biased: at p = q its gradient is not 0 but pushes the mass on "
-            "the support, and its value can be negative. Use 'tail' or 'generalized', or set "
-            "allow_biased = true to run it all the same."
-        )
 
 
 def generalized_jsd(
@@ -92,8 +73,8 @@ def generalized_jsd(
     JSD_beta / (1 - beta) -> reverse KL as beta -> 1. A learning rate for 0.5 does not fit 0.01.
     Gradient for z_j on the full vocabulary: (1 - beta) p_j (log p_j/m_j - KL(p || m)).
 
-    ``generalized`` is the sum over S of the raw terms. The corrections -a + b of its two KLs
-    cancel, so that the raw sum is non-negative and stationary at p = q, unlike in a KL.
+    ``generalized`` is the sum over S of the terms alone. The corrections -a + b of its two KLs
+    cancel, so that this sum is non-negative and stationary at p = q, unlike in a KL.
 
     Source: GKD, "On-Policy Distillation of Language Models" (2023),
     https://arxiv.org/abs/2306.13649, Eq. 1. The ends are those of trl's
@@ -107,8 +88,7 @@ def generalized_jsd(
         raise ValueError(
             f"beta = {beta} is the teacher's weight in the mixture: it has to be in [0, 1]."
         )
-    choices = "full, tail, renorm, generalized"
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, CORRECTED)
     if beta == 0:
         return forward_kl(student_logprobs, teacher_logprobs, normalization)
     if beta == 1:

@@ -14,7 +14,7 @@ Stale rollouts: compared as the current student has them, without an importance 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from prime_composer import divergences
@@ -44,20 +44,6 @@ class DistributionLossConfig(DivergenceLossConfig):
     """How the vocabulary outside the support enters the divergence."""
 
 
-class KLLossConfig(DivergenceLossConfig):
-    """Knobs of a KL divergence, of which one normalization is biased."""
-
-    metric: ClassVar[str] = "kl"
-
-    allow_biased: bool = False
-    """Permits normalization "raw", whose gradient does not vanish at p = q."""
-
-    @model_validator(mode="after")
-    def _raw_is_allowed(self) -> "KLLossConfig":
-        divergences.refuse_biased(self.normalization, self.allow_biased)
-        return self
-
-
 def divergence_loss_fn(inputs: LossInputs, config: DivergenceLossConfig) -> LossOutputs:
     """Return sum_mask w D(p, q)."""
     divergence, knobs = config.measure()
@@ -66,7 +52,7 @@ def divergence_loss_fn(inputs: LossInputs, config: DivergenceLossConfig) -> Loss
     )
 
 
-class TopKReverseKLLossConfig(KLLossConfig):
+class TopKReverseKLLossConfig(DivergenceLossConfig):
     """Reverse KL(student || teacher) on the teacher's top-K tokens, the default of the recipes.
 
     ``tail`` is a lower bound of the full KL. ``renorm`` compares p and q within S only, so that
@@ -80,12 +66,11 @@ class TopKReverseKLLossConfig(KLLossConfig):
 
     type: Literal["topk_reverse_kl"] = "topk_reverse_kl"
 
+    metric: ClassVar[str] = "kl"
     examples: ClassVar[tuple[Knobs, ...]] = (
         {},
         {"normalization": "renorm", "k": 8},
         {"normalization": "generalized", "k": 8},
-        {"normalization": "stop_gradient", "k": 8},
-        {"normalization": "raw", "allow_biased": True, "k": 8},
         {"normalization": "full", "k": "full"},
         {"special_tokens": {"ids": [1, 2, 3]}},
         {"special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
@@ -95,10 +80,10 @@ class TopKReverseKLLossConfig(KLLossConfig):
     )
 
     def measure(self) -> tuple[Callable[..., Tensor], Knobs]:
-        return divergences.reverse_kl, {"allow_biased": self.allow_biased}
+        return divergences.reverse_kl, {}
 
 
-class TopKForwardKLLossConfig(KLLossConfig):
+class TopKForwardKLLossConfig(DivergenceLossConfig):
     """Forward KL(teacher || student) on the teacher's top-K tokens: the student covers the teacher.
 
     Its gradient for a logit is p_j - q_j on S (``tail``). It is bounded for any probability of the
@@ -110,6 +95,7 @@ class TopKForwardKLLossConfig(KLLossConfig):
 
     type: Literal["topk_forward_kl"] = "topk_forward_kl"
 
+    metric: ClassVar[str] = "kl"
     reverse: ClassVar[bool] = False
     examples: ClassVar[tuple[Knobs, ...]] = (
         {},
@@ -121,11 +107,8 @@ class TopKForwardKLLossConfig(KLLossConfig):
     k: SupportSize = 64
     """Teacher tokens per position. "full" is the whole vocabulary."""
 
-    normalization: Literal["full", "tail", "renorm", "generalized", "raw"] = "tail"
-    """How the vocabulary outside the support enters the divergence."""
-
     def measure(self) -> tuple[Callable[..., Tensor], Knobs]:
-        return divergences.forward_kl, {"allow_biased": self.allow_biased}
+        return divergences.forward_kl, {}
 
 
 class GeneralizedJSDLossConfig(DivergenceLossConfig):
@@ -154,9 +137,6 @@ class GeneralizedJSDLossConfig(DivergenceLossConfig):
 
     beta: float = Field(0.5, ge=0, le=1)
     """The teacher's weight in the mixture: 0 is forward KL, 1 is reverse KL."""
-
-    normalization: Literal["full", "tail", "renorm", "generalized"] = "tail"
-    """How the vocabulary outside the support enters the divergence."""
 
     def measure(self) -> tuple[Callable[..., Tensor], Knobs]:
         return divergences.generalized_jsd, {"beta": self.beta}

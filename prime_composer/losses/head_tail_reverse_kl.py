@@ -40,13 +40,7 @@ import torch
 from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, Support, given
-from prime_composer.divergences import (
-    Normalization,
-    log_tail_mass,
-    reverse_kl,
-    upcast,
-    weighted_k1,
-)
+from prime_composer.divergences import log_tail_mass, reverse_kl, upcast, weighted_k1
 from prime_composer.full_vocabulary import WholeVocabulary, on_support
 from prime_composer.losses.config import SupportSize, TopKLossConfig
 from prime_composer.losses.registry import register
@@ -112,14 +106,14 @@ def head_tail_reverse_kl_loss_fn(
         at_bound = tempered - sampler > math.log(config.max_ratio)
         student = torch.where(at_bound, student.detach(), student)
         sampler = torch.where(at_bound, tempered - math.log(config.max_ratio), sampler)
-    normalization: Normalization = "stop_gradient"
+    p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     if config.tail == "event":
-        normalization = "tail"
-        p_outside = log_tail_mass(upcast(support.student_logprobs)).detach()
-        q_outside = log_tail_mass(upcast(support.teacher_logprobs))
+        head = reverse_kl(p, q)
+        p_outside, q_outside = log_tail_mass(p).detach(), log_tail_mass(q)
         teacher = torch.where(outside, teacher + p_outside - q_outside, 0.0)
+    else:
+        head = (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)
     tail = weighted_k1(student, teacher, sampler)
-    head = reverse_kl(support.student_logprobs, support.teacher_logprobs, normalization)
     per_token = head + tail
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 

@@ -113,7 +113,7 @@ def test_the_head_misses_tokens_that_the_tail_bucket_merges():
     z, log_q, log_mu = problem(2, 0.0)
     ids = log_q.topk(3).indices
     exact = reverse_kl_gradient(z, log_q)[0]
-    for normalization in ("stop_gradient", "tail", "renorm"):
+    for normalization in ("generalized", "tail", "renorm"):
         _, grad = expected(
             LOSS_TYPES["topk_reverse_kl"](k=3, normalization=normalization), z, log_q, log_mu, ids
         )

@@ -218,9 +218,6 @@ def test_a_normalization_that_does_not_fit_k_is_refused():
             LOSS_TYPES[name](normalization="renorm", k=1, **more)
         with pytest.raises(ValidationError, match="greater than 0"):
             LOSS_TYPES[name](k=0, **more)
-    for name in ("topk_reverse_kl", "topk_forward_kl"):
-        with pytest.raises(ValidationError, match="allow_biased"):
-            LOSS_TYPES[name](normalization="raw")
 
 
 def test_the_share_of_the_top_percent():
