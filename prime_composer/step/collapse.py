@@ -53,7 +53,8 @@ def repeated_tokens(rollout: Rollout, period: int = 64, copies: int = 4, tokens:
     trained = np.flatnonzero(rollout.loss_mask.numpy())
     *_, last = np.split(trained, np.flatnonzero(np.diff(trained) > 1) + 1)
     text, longest = rollout.token_ids.numpy()[last], 0
-    for p in range(1, period + 1):
+    before = text[-1 - period : -1][::-1]
+    for p in (np.flatnonzero(before == text[-1]) + 1).tolist():
         least = max(copies * p, tokens) - p
         if len(text) >= least + p and (text[-least:] == text[-least - p : -p]).all():
             differs = np.flatnonzero(text[p:] != text[:-p])
