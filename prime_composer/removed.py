@@ -13,6 +13,11 @@ REMOVED: dict[str, str] = {
         "put self_distillation beside an RL loss, by [loss.rl_mix] or compose",
     ),
     **dict.fromkeys(("loss.type=cispo", "loss.type=ppo"), "choose default, ipo or icepop"),
+    **dict.fromkeys(
+        ("loss.type=dpo", "loss.type=simpo", "loss.replay", "replay"),
+        "leave it out; no loss reads pairs",
+    ),
+    **dict.fromkeys(("loss.clamp", "loss.repetition"), "leave the table out"),
     **dict.fromkeys(("loss.type=amid", "loss.type=adaptive_kl"), "choose generalized_jsd"),
     "teacher.policy.wrong_hints": "leave it out, as no loss reads wrong hints",
     "teacher.head": "leave it out; a server sends its own output head, which is kept",

@@ -11,21 +11,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 from prime_composer.backends.errors import check_wanted
+from prime_composer.backends.protocols import Limits
+from prime_composer.local.ahead import Ahead
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.collect import Collector
+from prime_composer.local.collect import Clock, Collected, Collector, Weights
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.opening import open_engine
 from prime_composer.local.outcome import RunStopped
+from prime_composer.local.signals import StopRequest
 from prime_composer.local.sources import load_sources
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import WatchFailed
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.step.batch import Batch
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.local.helpers import Silent, collect, failing, run, weights
@@ -258,3 +264,21 @@ def test_run_that_is_over_begins_no_batch_after_it(
     monkeypatch.setattr(Evaluator, "teachers", lambda self: {})
     outcome = run(ahead(1, trainer__until=until), tmp_path / "until")
     assert outcome.steps == 2 and collected == [1, 2, 3]
+
+
+def test_weights_that_were_not_taken_are_sent_again() -> None:
+    """A sync that failed counts as none: later batches would be of older weights than they say."""
+    sampler = Mock(limits=Limits())
+    sampler.update_weights.side_effect = [ValueError("the sampler is away"), None]
+
+    def collect(step: int, weights: Weights, clock: Clock) -> Collected:
+        return Collected(Batch([]), {}, {})
+
+    ahead = Ahead(1, 7, nn.Linear(1, 1), sampler, collect, StopRequest())
+    try:
+        with pytest.raises(ValueError, match="the sampler is away"):
+            ahead.take(1)
+        ahead.settle()
+        assert sampler.update_weights.call_count == 2
+    finally:
+        ahead.stop()

@@ -24,7 +24,7 @@ from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.engine import Engine
 from prime_composer.local.requirements import check_models
 from prime_composer.local.run import checkpoint_bytes
-from prime_composer.local.student import Student
+from prime_composer.local.student import ExplodedWeights, Student
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.step.batch import Batch
@@ -449,3 +449,11 @@ def test_run_of_every_mode_trains_the_adapter(
     assert all(bool(value.any()) for value in stored.values())
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["grad_norm"] > 0
+
+
+def test_exploded_adapter_is_not_saved(raw: dict[str, Any], moved: Engine) -> None:
+    raw["trainer"] |= {"lr": 1e6, "warmup_steps": 0}
+    moved.sampler.update_weights(moved.model)
+    _, student, batch = step_of(raw, moved)
+    with pytest.raises(ExplodedWeights, match=r"the weights of model\.layers.*lora_[AB]"):
+        student.update(batch, 1)

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from prime_composer.backends.hf_model import load_model, load_student
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.probe.run import probe
-from prime_composer.local.student import Student
+from prime_composer.local.student import ExplodedWeights, Student
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -201,3 +201,15 @@ def test_probe_sends_no_rounded_weights_to_a_server(raw: dict[str, Any]) -> None
     recipe = parse_recipe(raw)
     (finding,) = probe(recipe, load_problem_set(recipe.sources), {}, print).findings
     assert finding.state == "failed" and finding.text.startswith("student.quantize would send")
+
+
+def test_weights_that_are_not_finite_are_not_saved(raw: dict[str, Any]) -> None:
+    """A latent weight beyond all bounds leaves no model, and the run says so."""
+    with opened(raw) as engine:
+        recipe = parse_recipe(raw)
+        student = Student(recipe, engine)
+        assert engine.latent is not None
+        batch, _ = collect(engine, recipe, 1)
+        next(iter(engine.latent.weights.values())).data[0, 0] = float("inf")
+        with pytest.raises(ExplodedWeights, match="self_attn.q_proj.weight are not finite"):
+            student.update(batch, 1)

@@ -18,6 +18,7 @@ from prime_composer.problems import math_verifier
 from prime_composer.problems.answers import check_reference, is_correct
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.files import read_file
+from prime_composer.problems.loading import load_problems
 from prime_composer.problems.math_verifier import MathVerifier, TimeBudget
 
 BY_NUMBER = DataConfig()
@@ -315,3 +316,19 @@ def test_math_verify_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(math_verifier, "WORKER", worker)
     with pytest.raises(ValueError, match=r"does not start .*ImportError: no sympy.* pip install"):
         MathVerifier().verify("5", "5", TimeBudget())
+
+
+@pytest.mark.skipif(
+    "PRIME_COMPOSER_GSM8K" not in os.environ,
+    reason="PRIME_COMPOSER_GSM8K does not name GSM8K's folder",
+)
+def test_gsm8k_grades_its_own_solutions_as_ever() -> None:
+    """Every solution of GSM8K is right, and with its reference changed by 1 it is wrong."""
+    config = DataConfig(source="jsonl", path=Path(os.environ["PRIME_COMPOSER_GSM8K"]))
+    problems = [problem for part in load_problems(config) for problem in part]
+    assert len(problems) == 7473 + 1319
+    for problem in problems:
+        other = Problem("q", f"#### {int(problem.final.replace(',', '')) + 1}")
+        assert is_correct(problem.answer, problem, config)
+        assert not is_correct(problem.answer, other, config)
+        assert "<<" not in problem.answer

@@ -25,7 +25,7 @@ from prime_composer.upstream.orchestrator.client import (  # noqa: E402
 )
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.silent_hook import SilentHook  # noqa: E402
-from prime_composer.upstream.teachers import header_entries  # noqa: E402
+from prime_composer.upstream.teachers import header_entries, read_entries  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import HEADER  # noqa: E402
 from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
@@ -639,3 +639,20 @@ def test_password_and_api_key_of_prime_rls_client_are_refused():
     with pytest.raises(ValueError, match=r"at http://\*\*\*@teacher:8001 has a user or password"):
         prefill(client)
     assert not client.requests
+
+
+def test_teachers_have_their_own_api_keys_and_one_client_each(monkeypatch, servers):
+    made = []
+
+    def client(base_url, api_key, max_retries):
+        made.append((base_url, api_key))
+
+    monkeypatch.setattr(sys.modules["openai"], "AsyncOpenAI", client)
+    monkeypatch.setenv("VLLM_API_KEY", "usual")
+    monkeypatch.setenv("MATH_KEY", "secret")
+    header = json.dumps([OTHERS[0], {**OTHERS[0], "api_key_var": "MATH_KEY"}])
+    teachers = read_entries(header_entries(header))
+    assert [teacher.weight for teacher in teachers] == [0.5, 0.5]
+    for teacher in teachers * 2:
+        mixture.client_of(teacher.url, teacher.api_key_var)
+    assert made == [(OTHERS[0]["url"], "usual"), (OTHERS[0]["url"], "secret")]

@@ -20,8 +20,10 @@ from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.upstream import launches, left_prompts  # noqa: E402
 from prime_composer.upstream.keys import SWITCH  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, messages  # noqa: E402
+from prime_composer.upstream.orchestrator.mixture import client_of  # noqa: E402
 from prime_composer.upstream.teachers import read_entries  # noqa: E402
 from prime_composer.upstream.trainer.questions import TeacherConnections, Wanted  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.served_rows import Rows, Served  # noqa: E402
 from tests.teachers.own import STUDENT, wrapped  # noqa: E402
@@ -56,6 +58,13 @@ def served(vllm_without_its_libraries):  # noqa: F811
     """Return the server of a teacher."""
     with Served(Rows(3, len(wrapped(STUDENT)))) as one:
         yield one
+
+
+@pytest.fixture
+def other(served):
+    """Return the server of another teacher."""
+    with Served(Rows(4, len(wrapped(STUDENT)))) as two:
+        yield two
 
 
 def rows(served, prompt, turn):
@@ -205,3 +214,28 @@ def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, s
     expected = q.gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
     assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
     assert served.engine.asked[-1].start == len(student.encode("user>cab\nb"))
+
+
+def test_mixture_of_two_prompts_is_that_of_their_rows(served, other, switch, tokenizers, student):
+    """One teacher reads its own prompt, the other one the student's tokens."""
+    served = served, other
+    switch(teachers_mixed=True, **own_prompt(tokenizers, **PROMPT))
+    trace = own.conversation(student, "abcab")
+    entries = [
+        {"url": f"{one.url}/v1", "model": one.model, "weight": weight}
+        for one, weight in zip(served, (1.0, 3.0), strict=True)
+    ]
+
+    async def run():
+        client = client_of(served[0].url, API_KEY_VAR).with_options(
+            default_headers={HEADER: json.dumps(entries)}
+        )
+        await own.opd(client)(trace)
+        client_of.cache_clear()
+
+    asyncio.run(run())
+    ((turn, places),) = turns_of(trace)
+    q = rows(served[0], READ[0], turn).exp() / 4
+    q += rows(served[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
+    expected = q.log().gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
+    assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)
