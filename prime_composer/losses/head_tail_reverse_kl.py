@@ -40,7 +40,7 @@ import torch
 from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, Support, given
-from prime_composer.divergences import log_tail_mass, reverse_kl, upcast, weighted_k1
+from prime_composer.divergences import reverse_kl, upcast, weighted_k1, with_tail
 from prime_composer.full_vocabulary import WholeVocabulary, on_support
 from prime_composer.losses.config import SupportSize, TopKLossConfig
 from prime_composer.losses.registry import register
@@ -108,8 +108,9 @@ def head_tail_reverse_kl_loss_fn(
         sampler = torch.where(at_bound, tempered - math.log(config.max_ratio), sampler)
     p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     if config.tail == "event":
-        head = reverse_kl(p, q)
-        p_outside, q_outside = log_tail_mass(p).detach(), log_tail_mass(q)
+        p, q = with_tail(p), with_tail(q)
+        head = reverse_kl(p, q, "full")
+        p_outside, q_outside = p[:, -1].detach(), q[:, -1]
         teacher = torch.where(outside, teacher + p_outside - q_outside, 0.0)
     else:
         head = (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)

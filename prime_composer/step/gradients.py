@@ -135,11 +135,10 @@ class MetricAverages:
 
     def over_ranks(self) -> "MetricAverages":
         """Add up all ranks of a distributed run, which have the same metrics. Each has to call."""
-        own = [torch.tensor([self._tokens, 0], dtype=torch.float64)]
-        own += [total.cpu() for total in self._totals.values()]
-        (tokens, _), *totals = summed_over_ranks(torch.stack(own))
-        self._tokens = int(tokens)
-        self._totals = dict(zip(self._totals, totals, strict=True))
+        tokens = torch.tensor([self._tokens], dtype=torch.float64)
+        sums = summed_over_ranks(torch.cat([tokens, *(own.cpu() for own in self._totals.values())]))
+        self._tokens = int(sums[0])
+        self._totals = dict(zip(self._totals, sums[1:].view(-1, 2), strict=True))
         return self
 
     def result(self) -> dict[str, float]:

@@ -75,7 +75,6 @@ def test_outside_scorer_is_a_teacher(tiny_recipe: Raw, tmp_path: Path) -> None:
     assert numbers(tmp_path / "mine") == numbers(tmp_path / "wrapped")
 
 
-FLAGS = "    serves = False\n    within_positions = False\n"
 METHODS = "    def generate(self): ...\n    def update_weights(self): ...\n"
 
 

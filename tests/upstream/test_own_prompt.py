@@ -218,16 +218,16 @@ def test_question_of_the_task_goes_into_the_prompt(served, switch, tokenizers, s
 
 def test_mixture_of_two_prompts_is_that_of_their_rows(served, other, switch, tokenizers, student):
     """One teacher reads its own prompt, the other one the student's tokens."""
-    served = served, other
+    both = served, other
     switch(teachers_mixed=True, **own_prompt(tokenizers, **PROMPT))
     trace = own.conversation(student, "abcab")
     entries = [
         {"url": f"{one.url}/v1", "model": one.model, "weight": weight}
-        for one, weight in zip(served, (1.0, 3.0), strict=True)
+        for one, weight in zip(both, (1.0, 3.0), strict=True)
     ]
 
     async def run():
-        client = client_of(served[0].url, API_KEY_VAR).with_options(
+        client = client_of(both[0].url, API_KEY_VAR).with_options(
             default_headers={HEADER: json.dumps(entries)}
         )
         await own.opd(client)(trace)
@@ -235,7 +235,7 @@ def test_mixture_of_two_prompts_is_that_of_their_rows(served, other, switch, tok
 
     asyncio.run(run())
     ((turn, places),) = turns_of(trace)
-    q = rows(served[0], READ[0], turn).exp() / 4
-    q += rows(served[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
+    q = rows(both[0], READ[0], turn).exp() / 4
+    q += rows(both[1], "user:ab c\nassistant:", turn).exp() * 3 / 4
     expected = q.log().gather(1, torch.tensor(turn).unsqueeze(1))[:, 0].tolist()
     assert [trace.sample.ref_logprobs[at] for at in places] == pytest.approx(expected, abs=1e-4)

@@ -40,7 +40,7 @@ FIRST_SECONDS = 20.0
 
 OWN_KEYS = re.compile(
     r"output_dir|logging(\..*)?"
-    r"|(student|teacher|teachers\.[^.]+|reference)\.(model|head|tape)"
+    r"|(student|teacher|teachers\.[^.]+|reference)\.(model|tape)"
     r"|(teacher|teachers\.[^.]+|rollout)\.(url|api_key_var|wait|timeout|gpu_memory_utilization)"
     r"|rollout\.weights_dir|(data|environments\.[^.]+)\.path"
 )
