@@ -126,9 +126,11 @@ OF_A_STEP = {
 OF_AN_EVALUATION = {
     "eval/{}": "the score of the held-out problems: `accuracy`, or a graded metric; "
     "`/NAME` by environment",
-    "eval/reverse_kl": "KL(student ‖ teacher) on the student's own greedy answers; `/NAME`",
+    "eval/reverse_kl": "KL(student ‖ teacher) on the student's own samples at temperature 1; "
+    "`/NAME`",
     "eval/forward_kl": "KL(teacher ‖ student) on the same tokens",
     "eval/entropy": "the student's entropy",
+    "eval/teacher_entropy": "the teacher's, on the same tokens",
     "eval/kl_ids": "K, where these KLs are of the teacher's top K and a tail: lower bounds",
     "eval/overlap": "share of the student's K most probable ids that are among the teacher's; K of "
     "the loss, or 16",

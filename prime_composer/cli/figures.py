@@ -104,20 +104,26 @@ def draw_ends(
     grid: Sequence[str],
     output: Path,
 ) -> None:
-    """Draw the last measurements: the last axis of the grid on x, a color for each other name."""
-    shown = [name for name in names if name in (*SCORES, "reverse_kl", "forward_kl")]
+    """Draw the last measurements: the last axis of the grid on x, a color for each other name.
+
+    A dash beside the student's entropy is the teacher's.
+    """
+    shown = [name for name in names if name in (*SCORES, "reverse_kl", "forward_kl", "entropy")]
     figure, panels = study_panels(shown, grid[-1])
     combinations = list(combinations)
     groups = list(dict.fromkeys(one[:-1] for one in combinations))
     ticks = list(dict.fromkeys(one[-1] for one in combinations))
     colors = colors_for(len(groups))
+
+    def last_of(measure: str, group: tuple[str, ...]) -> dict[int, Mapping[str, Any]]:
+        """Return the last point of each variant of a group, by its place on x."""
+        variants = ["-".join((*group, name)) for name in ticks]
+        every = [results["variants"][variant]["over_seeds"][measure] for variant in variants]
+        return {place: points[-1] for place, points in enumerate(every) if points}
+
     for axes, measure in zip(panels, shown, strict=False):
         for index, group in enumerate(groups):
-            last = {
-                place: series[-1]
-                for place, name in enumerate(ticks)
-                if (series := results["variants"]["-".join((*group, name))]["over_seeds"][measure])
-            }
+            last = last_of(measure, group)
             shift = 0.5 * ((index + 0.5) / len(groups) - 0.5)
             named = zip(grid, group, strict=False)
             axes.errorbar(
@@ -132,6 +138,9 @@ def draw_ends(
                 color=colors(index),
                 label=", ".join(f"{axis} = {name}" for axis, name in named),
             )
+            for place, point in last_of("teacher_entropy", group).items():
+                if measure == "entropy":
+                    axes.plot(place + shift, point["mean"], marker="_", color=colors(index))
         axes.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) > 8 else 0)
         axes.set_ylim(bottom=0)
     save(figure, output)

@@ -72,6 +72,7 @@ QUANTITIES = SCORES | {
     "reverse_kl": REVERSE_KL,
     "forward_kl": Quantity("eval/forward_kl", "forward KL", number),
     "entropy": Quantity("eval/entropy", "entropy", number),
+    "teacher_entropy": Quantity("eval/teacher_entropy", "teacher's entropy", number),
     "overlap": OVERLAP,
     "top1pct": Quantity(
         "signal_top1pct",

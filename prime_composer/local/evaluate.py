@@ -54,9 +54,11 @@ class Graded(NamedTuple):
     tool_calls: float = math.nan  # calls of tools in them, likewise
 
 
-SUMS = ("reverse_kl", "forward_kl", "entropy", "overlap", "overlap_advantage", "tokens")
+ENTROPIES = ("entropy", "teacher_entropy")
+
+SUMS = ("reverse_kl", "forward_kl", *ENTROPIES, "overlap", "overlap_advantage", "tokens")
 """What is summed over the tokens of a rollout, in nats: KL(student || teacher), KL(teacher ||
-student), the student's entropy, ``overlap``; and how many tokens were summed."""
+student), the student's entropy and the teacher's, ``overlap``; and how many tokens were summed."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,10 @@ class Evaluator:
             eval/reverse_kl = (1/N) sum_t sum_v p(v) (log p(v) - log q(v))
             eval/forward_kl = (1/N) sum_t sum_v q(v) (log q(v) - log p(v))
             eval/entropy = -(1/N) sum_t sum_v p(v) log p(v)
+            eval/teacher_entropy = -(1/N) sum_t sum_v q(v) log q(v)
 
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
-        bounds, and the entropy is left out. On a top K of a mixture they are no bounds
+        bounds, and the entropies are left out. On a top K of a mixture they are no bounds
         (``teachers.mixture.mix``).
 
         ``eval/overlap`` and ``eval/overlap_advantage`` are means of ``overlap`` for the loss's K or
@@ -319,8 +322,8 @@ class Evaluator:
     ) -> dict[str, list[float]] | None:
         """Return ``SUMS`` over one rollout of each problem; None where a tape lacks one.
 
-        ``tokens`` is 0 where no teacher could read the rollout. On a top K there is no entropy, and
-        an overlap where the teacher's top K is exact: of one with the student's tokenizer.
+        ``tokens`` is 0 where no teacher could read the rollout. On a top K there are no entropies,
+        and an overlap where the teacher's top K is exact: of one with the student's tokenizer.
         """
         engine, sampled = self.engine, self._sampled(problems)
         support, shared = kl_support(self.recipe.eval, engine), min(engine.head_sizes)
@@ -373,38 +376,39 @@ class Evaluator:
             rows = torch.tensor([places[i] for i in indices])[given(inputs.segment_ids).cpu()]
             columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
-        known = {"entropy": full, "overlap": exact, "overlap_advantage": exact}
+        known = dict.fromkeys(ENTROPIES, full) | {"overlap": exact, "overlap_advantage": exact}
         named = zip(SUMS, sums.tolist(), strict=True)
         return {name: values for name, values in named if known.get(name, True)}
 
 
-def _kls_and_entropy(
+def _kls_and_entropies(
     student: Tensor, teacher: Tensor, normalization: Normalization
-) -> Float[Tensor, "n 3"]:
-    """Return KL(p || q), KL(q || p) and the entropy of p per token."""
+) -> Float[Tensor, "n 4"]:
+    """Return KL(p || q), KL(q || p) and the entropies of p and q per token."""
     values = (
         reverse_kl(student, teacher, normalization=normalization),
         forward_kl(student, teacher, normalization=normalization),
         entropy(student, normalization),
+        entropy(teacher, normalization),
     )
     return torch.stack(values, dim=-1)
 
 
 def _over_all_ids(
     student: Tensor, teacher: Tensor, *, normalization: Normalization, size: int, k: int
-) -> Float[Tensor, "n 5"]:
-    """Return KLs, entropy and ``overlap`` of all ids. The bucket beyond ``size`` has no rank."""
+) -> Float[Tensor, "n 6"]:
+    """Return KLs, entropies and ``overlap`` of all ids. The bucket beyond ``size`` has no rank."""
     p, q = student[:, :size], teacher[:, :size]
     agreed = overlap(p, q, in_top(p, k) & in_top(q, k), k)
-    return torch.cat([_kls_and_entropy(student, teacher, normalization), agreed], dim=-1)
+    return torch.cat([_kls_and_entropies(student, teacher, normalization), agreed], dim=-1)
 
 
-def _over_some_ids(support: Support, chosen: Int[Tensor, "n m"], k: int) -> Float[Tensor, "n 5"]:
+def _over_some_ids(support: Support, chosen: Int[Tensor, "n m"], k: int) -> Float[Tensor, "n 6"]:
     """Return the same of a teacher's top ids and a tail. ``chosen`` are the student's own K ids."""
     p, q = support.student_logprobs, support.teacher_logprobs
     in_both = (support.token_ids[:, :k].unsqueeze(-1) == chosen.unsqueeze(-2)).any(-1)
     agreed = overlap(p[:, :k], q[:, :k], in_both, k)
-    return torch.cat([_kls_and_entropy(p, q, "tail"), agreed], dim=-1)
+    return torch.cat([_kls_and_entropies(p, q, "tail"), agreed], dim=-1)
 
 
 def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:

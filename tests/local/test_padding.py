@@ -265,7 +265,8 @@ def test_evaluation_of_any_pair_equals_plain_float64(
     assert measured.get("eval/kl_ids") == top
     expected = {"eval/reverse_kl": kl(p, q).mean(), "eval/forward_kl": kl(q, p).mean()}
     if top is None:
-        expected["eval/entropy"] = torch.special.entr(p).sum(-1).mean()
+        for name, one in (("entropy", p), ("teacher_entropy", q)):
+            expected[f"eval/{name}"] = torch.special.entr(one).sum(-1).mean()
     sides = zip(*(Plain(engine, recipe).logprobs(one)[:2] for one in rollouts), strict=True)
     log_p, log_q = map(torch.cat, sides)
     shared = min(log_p.shape[1], log_q.shape[1])

@@ -190,7 +190,7 @@ def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(evaluate_module, "FULL_VOCABULARY_UP_TO", 1)
         by_states = evaluator._divergence_sums(engine.teachers, problems)
     assert by_states["tokens"] == by_ids["tokens"]
-    for name in ("reverse_kl", "forward_kl", "entropy"):
+    for name in ("reverse_kl", "forward_kl", "entropy", "teacher_entropy"):
         assert by_states[name] == pytest.approx(by_ids[name], abs=1e-4)
 
 
