@@ -160,15 +160,16 @@ def test_served_pair_that_does_not_align_is_refused(
 
 
 @pytest.mark.vllm
-def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
+def test_vllm_own_tokenizer_scores_as_in_process(vllm_forks, monkeypatch, tmp_path):
     """A real server, in pieces of 16 tokens: its rows are read whole, or 256 ids of each."""
     teacher = wrapped(TEACHER)
     model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
     model.save_pretrained(tmp_path / "model")
     teacher.save_pretrained(tmp_path / "model")
     options = ["--dtype", "float32", "--enable-chunked-prefill", "--max-num-batched-tokens", 16]
+    options += QUICK
     with (
-        TeacherProcess(tmp_path / "model", tmp_path / "log", *options, *QUICK) as server,
+        TeacherProcess(tmp_path / "model", tmp_path / "log", *options, forks=vllm_forks) as server,
         closing(ServerScorer(server.url)) as scorer,
     ):
         assert scorer.tokenize("ab c") == teacher.encode("ab c")

@@ -31,6 +31,7 @@ from prime_composer.teachers.policy import students_choice
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.tape.answers import head_of_bytes, head_record
 from prime_composer.teachers.transformers import TransformersScorer
+from tests.fork_server import ForkServer
 from tests.tiny_qwen import make_model
 
 VOCAB, K, GOAL = 4000, 32, 0.01
@@ -157,16 +158,17 @@ def test_bfloat16_vllm_gives_the_gradient_of_float64(
 
 @pytest.mark.vllm
 def test_bfloat16_server_gives_the_gradient_of_float64(
-    rollouts: list[Rollout], tmp_path: Path
+    rollouts: list[Rollout], vllm_forks: ForkServer, tmp_path: Path
 ) -> None:
     """`prime-rl teacher` adds the option, and its facts say so."""
-    from tests.vllm_process import TeacherProcess, save_tokenizer
+    from tests.vllm_process import QUICK, TeacherProcess, save_tokenizer
 
     model = make_model(True, 0, **WIDE).bfloat16()
     model.save_pretrained(tmp_path / "teacher")
     save_tokenizer(tmp_path / "teacher", VOCAB)
+    options = ("--dtype", "bfloat16", *QUICK)
     with TeacherProcess(
-        tmp_path / "teacher", tmp_path / "server.log", "--dtype", "bfloat16"
+        tmp_path / "teacher", tmp_path / "server.log", *options, forks=vllm_forks
     ) as server:
         scorer = ServerScorer(server.url)
         assert (scorer.dtype, scorer.head_dtype) == ("bfloat16", "float32")
