@@ -8,6 +8,8 @@ from typing import Any
 from prime_composer.cli.quantities import COUNTS, QUANTITIES, REVERSE_KL, SCORES
 from prime_composer.cli.recorded import RecordedRun
 
+LEGEND = 150  # Letters that fit below a study's panels, side by side
+
 Results = Mapping[str, Any]  # The contents of a study's ``results.json``
 
 
@@ -138,9 +140,11 @@ def draw_ends(
                 color=colors(index),
                 label=", ".join(f"{axis} = {name}" for axis, name in named),
             )
-            for place, point in last_of("teacher_entropy", group).items():
-                if measure == "entropy":
-                    axes.plot(place + shift, point["mean"], marker="_", color=colors(index))
+            of_teacher = last_of("teacher_entropy", group) if measure == "entropy" else {}
+            for place, point in of_teacher.items():
+                axes.plot(place + shift, point["mean"], marker="_", color=colors(index))
+        if measure == "entropy":
+            axes.set_title("entropy (dash: the teacher's)")
         axes.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) > 8 else 0)
         axes.set_ylim(bottom=0)
     save(figure, output)
@@ -166,7 +170,8 @@ def save(figure: Any, output: Path) -> None:
     """Add the legend of a study's first panel, and write the figure."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:  # none in a grid of one axis, whose only line has no name
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
+        columns = max(1, min(6, LEGEND // max(map(len, labels))))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small")
     figure.savefig(output, dpi=120)
 
 
