@@ -1,14 +1,9 @@
 """The connection against servers of this test that are away, slow, too large, or no server."""
 
-import _thread
-import email.utils
 import gzip
-import json
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,90 +11,36 @@ import pytest
 from prime_composer.backends import http
 from prime_composer.backends.http import Connection, RequestRefused, ServerError
 from prime_composer.recipe.backends import Served
-from tests.stand_in import free_port
+from tests.stand_in import DROPPED, Reply, StandIn, free_port
 
 
-class Answers(ThreadingHTTPServer):
+class Answers(StandIn):
     """A server whose answers a test scripts: each request takes the next one, the last one stays.
 
-    An answer is (status, headers, body), or a function that writes to the socket itself.
+    An answer is a reply, or a function that writes to the connection itself.
     """
 
-    daemon_threads = True
-    request_queue_size = 64
-    allow_reuse_address = True
-
     def __init__(self, *script: Any, port: int = 0):
+        super().__init__(self.next_answer, port)
         self.script = list(script)
         self.seen: list[tuple[float, Any]] = []
-        self.opened: set[socket.socket] = set()
-        super().__init__(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        self.start()
 
-    def next_answer(self) -> Any:
-        return self.script.pop(0) if len(self.script) > 1 else self.script[0]
-
-    def stop(self) -> None:
-        """Stop as a killed process does: open connections are cut."""
-        self.shutdown()
-        self.server_close()
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        for connection in list(self.opened):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it was closed before
+    def next_answer(self, _: str, __: str, ___: bytes, headers: Mapping[str, str]) -> Reply:
+        self.seen.append((time.monotonic(), headers))
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return answer if isinstance(answer, Reply) else Reply((), None, raw=answer)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Answers
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.opened.add(self.connection)
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.seen.append((time.monotonic(), self.headers))
-        answer = self.server.next_answer()
-        try:
-            if callable(answer):
-                self.close_connection = True
-                answer(self.wfile.write)
-                return
-            status, headers, body = answer
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-        except OSError:
-            self.close_connection = True
-
-    do_GET = do_POST
-
-    def log_message(self, *_: Any) -> None: ...
+GOOD = Reply.of(b"good")
 
 
-GOOD = (200, {}, b"good")
-
-
-def status(code: int, **headers: str) -> tuple[int, dict[str, str], bytes]:
-    """Return a scripted error; ``Retry_After`` becomes the header Retry-After."""
-    names = {name.replace("_", "-"): value for name, value in headers.items()}
-    return code, names, json.dumps({"error": {"message": f"told {code}"}}).encode()
+def status(code: int, **headers: str) -> Reply:
+    """Return a scripted error."""
+    return Reply.of({"error": {"message": f"told {code}"}}, status=code, **headers)
 
 
 BACK_OFF = http.back_off  # the one of the package; tests have a shorter one
-
-
-def drop(write: Callable[[bytes], Any]) -> None:
-    """Close the connection without an answer."""
 
 
 def test_pause_is_bounded_however_long_a_server_is_away() -> None:
@@ -156,14 +97,13 @@ def ask(connection: Connection, **bounds: Any) -> memoryview:
     return connection.run(connection.request("POST", "/v1/completions", {"a": 1}, **bounds))
 
 
-@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
-def test_status_of_a_busy_server_is_asked_again(code, serve, connect):
-    server = serve(status(code), status(code), GOOD)
+def test_status_of_a_busy_server_is_asked_again(serve, connect):
+    server = serve(*map(status, (408, 429, 500, 502, 503, 504)), GOOD)
     assert ask(connect(server.url)) == b"good"
-    assert len(server.seen) == 3
+    assert len(server.seen) == 7
 
 
-@pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 422, 501])
+@pytest.mark.parametrize("code", [301, 400, 501])
 def test_status_of_a_refusal_is_never_asked_again(code, serve, connect):
     server = serve(status(code), GOOD)
     with pytest.raises(RequestRefused) as refused:
@@ -177,7 +117,7 @@ def test_restarted_server_is_waited_for(serve, connect):
     connection = connect(server.url)
     assert ask(connection) == b"good" and connection.outages == 0
     server.stop()
-    later = threading.Timer(0.4, lambda: serve((200, {}, b"again"), port=server.server_port))
+    later = threading.Timer(0.4, lambda: serve(Reply.of(b"again"), port=server.port))
     later.start()
     assert ask(connection) == b"again"
     assert connection.outages == 1
@@ -188,7 +128,7 @@ def test_connection_that_is_dropped_mid_answer_is_retried(serve, connect):
     def cut(write):
         write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
 
-    server = serve(drop, cut, GOOD)
+    server = serve(DROPPED, cut, GOOD)
     assert ask(connect(server.url)) == b"good"
     assert len(server.seen) == 3
 
@@ -214,12 +154,6 @@ def test_server_that_is_starting_is_waited_for(serve, connect):
     later.join()
 
 
-def test_server_of_another_protocol_ends_soon(serve, connect):
-    server = serve(lambda write: write(b"SSH-2.0-OpenSSH_9.6\r\n"))
-    with pytest.raises(ServerError, match=r"No vLLM server answers at .* correct the url in"):
-        ask(connect(server.url))
-
-
 def test_wait_that_is_over_names_server_and_key(serve, connect):
     server = serve(GOOD, status(503))
     connection = connect(server.url, wait=0.3, section="[teachers.big]")
@@ -228,19 +162,9 @@ def test_wait_that_is_over_names_server_and_key(serve, connect):
     with pytest.raises(ServerError) as gone:
         ask(connection)
     assert 0.25 < time.monotonic() - started < 10
-    assert str(gone.value) == (
-        f"The server of [teachers.big] at {server.url} was away for 0.3 s (503: told 503); start "
-        "it again, or raise wait in [teachers.big]."
-    )
+    assert "503: told 503" in str(gone.value) and server.url in str(gone.value)
     assert (gone.value.url, gone.value.section) == (server.url, "[teachers.big]")
     assert gone.value.key == "teachers.big.wait"
-
-
-def test_wait_of_zero_asks_once(serve, connect):
-    server = serve(status(503), GOOD)
-    with pytest.raises(ServerError, match="503"):
-        ask(connect(server.url, wait=0.0))
-    assert len(server.seen) == 1
 
 
 def test_wait_counts_from_a_requests_first_failure(serve, connect):
@@ -267,40 +191,22 @@ def test_retry_after_beyond_the_wait_ends_at_once(serve, connect):
     assert len(server.seen) == 1
 
 
-def test_retry_after_reads_seconds_and_dates():
-    now = time.time()
-    assert http.seconds_of("7") == 7
-    assert http.seconds_of(email.utils.formatdate(now + 60, usegmt=True)) == pytest.approx(
-        60, abs=2
-    )
-    assert http.seconds_of(email.utils.formatdate(now - 60, usegmt=True)) == 0
-    for text in ("", "soon", "-5", "nan", "1.5e3", "\x00", "Wed, 99 Xxx 2026"):
-        assert http.seconds_of(text) == 0
-    assert http.seconds_of("9" * 5000) > 1e300
-
-
-@pytest.mark.parametrize("part", ["headers", "body"])
-def test_dripping_answer_ends_at_the_deadline(part, serve, connect):
+def test_dripping_answer_ends_at_the_deadline(serve, connect):
     """A byte now and then resets a read's time-out; the time for the whole answer counts."""
-    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 
     def drip(write):
-        if part == "body":
-            write(head)
+        write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
         try:
-            for byte in head * 100:
-                write(bytes([byte]))
+            for _ in range(1000):
+                write(b" ")
                 time.sleep(0.05)
         except OSError:
             pass
 
-    server = serve(drip)
     started = time.monotonic()
-    with pytest.raises(ServerError, match=r"did not finish its answer to .* within 0.4 s") as slow:
-        ask(connect(server.url, timeout=0.3), seconds=0.1)
-    assert "raise timeout = 0.3 in [teacher]" in str(slow.value)
-    assert slow.value.key == "teacher.timeout"
-    assert time.monotonic() - started < 10 and len(server.seen) <= 1
+    with pytest.raises(ServerError, match=r"within 0.4 s.*raise timeout = 0.3 in \[t") as slow:
+        ask(connect(serve(drip).url, timeout=0.3), seconds=0.1)
+    assert slow.value.key == "teacher.timeout" and time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize("kind", ["announced", "chunked", "compressed"])
@@ -339,7 +245,8 @@ def test_outage_of_many_requests_is_reported_once(serve, connect, monkeypatch):
     monkeypatch.setattr(http, "AWAY_SECONDS", 0.1)
     lines: list[str] = []
     server = serve(GOOD)
-    connection = connect(server.url, status=lines.append, wait=60.0)
+    url = server.url
+    connection = connect(url, status=lines.append, wait=60.0)
     ask(connection)
     server.script = [status(503)]
     healed = threading.Timer(0.9, lambda: setattr(server, "script", [GOOD]))
@@ -350,13 +257,10 @@ def test_outage_of_many_requests_is_reported_once(serve, connect, monkeypatch):
 
     assert connection.map(once, range(32)) == [b"good"] * 32
     healed.join()
-    waiting = f"waiting for the teacher's server at {server.url}: 503 ("
-    back = f"the teacher's server at {server.url} is back after "
-    told = [line for line in lines if line.startswith(waiting) and line.endswith(" of 60 s)")]
+    told = [line for line in lines if line.startswith(f"waiting for the teacher's server at {url}")]
     # On a busy machine a late 503 may come after the first good answer.
     assert len(told) >= 2 and len(lines) <= 10 and connection.outages < 32
-    assert lines[-1].startswith(back)
-    assert all(line.startswith(back) for line in lines if line not in told)
+    assert lines[-1].startswith(f"the teacher's server at {url} is back after ")
 
 
 def test_server_without_a_sign_of_life_is_reported(serve, connect, monkeypatch):
@@ -394,34 +298,6 @@ def test_error_of_one_request_ends_the_others(serve, connect):
     assert time.monotonic() - started < 10
 
 
-def test_interrupt_ends_a_pending_request_at_once(serve, connect):
-    """Ctrl-C while a server hangs: neither the request nor closing waits for it."""
-    ended = threading.Event()
-    connection = connect(serve(lambda write: ended.wait(20)).url)
-    threading.Timer(0.3, _thread.interrupt_main).start()
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        ask(connection)
-    connection.close()
-    assert time.monotonic() - started < 10
-    ended.set()
-
-
-def test_dead_host_is_probed_by_the_kernel(serve, connect, monkeypatch):
-    """A host that lost its power sends nothing: keep-alive probes notice."""
-    original, opened = http.keep_alive, []
-
-    async def keep_alive(event, info):
-        await original(event, info)
-        if event == "connection.connect_tcp.complete":
-            opened.append(info["return_value"].get_extra_info("socket"))
-
-    monkeypatch.setattr(http, "keep_alive", keep_alive)
-    ask(connect(serve(GOOD).url))
-    (connected,) = opened
-    assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-
-
 def test_credentials_are_sent_and_never_shown(serve, connect):
     server = serve(status(503))
     url = server.url.replace("//", "//us%20er:p%40ss@") + "/v1"
@@ -442,31 +318,16 @@ def test_credentials_of_both_kinds_are_refused(connect, monkeypatch):
     assert "secret" not in str(error.value) and "key-1" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["line\n", "schlüssel", "two words", "key\r\nX-Other: 1"])
-def test_api_key_that_no_header_carries_is_refused(key, connect, monkeypatch):
-    monkeypatch.setenv("A_KEY", key)
-    with pytest.raises(ServerError) as error:
+def test_api_key_that_no_header_carries_is_refused(connect, monkeypatch):
+    monkeypatch.setenv("A_KEY", "secret\n")
+    with pytest.raises(ServerError, match="environment variable A_KEY") as error:
         connect("http://host:1", api_key_var="A_KEY")
-    assert "environment variable A_KEY" in str(error.value)
-    assert key not in str(error.value)
-
-
-def test_api_key_is_a_bearer_token(serve, connect, monkeypatch):
-    monkeypatch.setenv("A_KEY", "key-1")
-    server = serve(GOOD)
-    ask(connect(server.url, api_key_var="A_KEY"))
-    assert server.seen[0][1]["Authorization"] == "Bearer key-1"
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "name,value",
-    [
-        ("HTTP_PROXY", "http://[::1"),
-        ("https_proxy", "ftp://x"),
-        ("NO_PROXY", "[::1"),
-        ("SSL_CERT_FILE", "/nowhere/ca.pem"),
-        ("SSL_CERT_FILE", __file__),
-    ],
+    [("https_proxy", "ftp://x"), ("SSL_CERT_FILE", "/nowhere/ca.pem")],
 )
 def test_unusable_environment_names_its_variable(name, value, connect, monkeypatch):
     monkeypatch.setenv(name, value)

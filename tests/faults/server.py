@@ -13,12 +13,10 @@ import copy
 import hashlib
 import itertools
 import json
-import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,13 @@ from prime_composer.backends.hf_model import without_progress_bars
 from prime_composer.scoring.wire import VERSION
 from prime_composer.scoring.worker import RowsRequest
 from tests.faults import modes
+from tests.stand_in import DROPPED, UNAUTHORIZED, Reply, StandIn
 
 hide_cuda_packages()
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 SCORE_PATH, HEAD_PATH = "/v1/prime_composer/score", "/v1/prime_composer/head"
-HUGE_BYTES = 300 * 2**20
 
 
 _starts = itertools.count()
@@ -293,24 +291,10 @@ class Spoiling:
         return self.left >= 0
 
 
-@dataclass
-class Reply:
-    """What goes over the wire."""
-
-    body: bytes
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    play: str = ""
-    """A mode of ``modes.CONNECTIONS``; empty for an ordinary reply."""
-
-
-class SpoilingServer:
+class SpoilingServer(StandIn):
     """A server of a checkpoint on 127.0.0.1, whose answers can be spoiled.
 
-    As a context manager it starts on entry and stops on exit.
-
     Attributes:
-        port: stays the same over ``stop`` and ``start``.
         requests: paths asked for, with their number.
         spoiled: spoiled answers, by mode.
         before: called before each request is answered, for tests that act at that moment.
@@ -331,6 +315,7 @@ class SpoilingServer:
         plugin: bool = False,  # whether it has the scoring plugin
         other: str | Path | None = None,  # of the same vocabulary, for ``modes.MODELS``
     ):
+        super().__init__(self._respond)
         self._settings = (max_logprobs, max_model_len, processed)
         self._right = RightAnswers(Path(checkpoint), *self._settings)
         self._other = None if other is None else RightAnswers(Path(other), *self._settings)
@@ -340,7 +325,6 @@ class SpoilingServer:
         self.metrics = metrics
         self.can_tokenize = can_tokenize
         self.plugin = plugin
-        self.port = 0
         self.requests: Counter[str] = Counter()
         self.spoiled: Counter[str] = Counter()
         self.before: Callable[[str], object] = lambda road: None
@@ -348,14 +332,6 @@ class SpoilingServer:
         self._lock = threading.Lock()
         self._unseeded = 0
         self._seen: set[tuple[int, ...]] = set()
-        self._server: ThreadingHTTPServer | None = None
-        self._connections: set[socket.socket] = set()
-        self._stopped = threading.Event()
-
-    @property
-    def url(self) -> str:
-        """Base URL, without ``/v1``."""
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def model(self) -> str:
@@ -394,37 +370,18 @@ class SpoilingServer:
             self._right.path = name
 
     def start(self) -> None:
-        """Listen; on the port of before where it was started before."""
-        owner = self
-
-        class Handler(_Handler):
-            server_of_checkpoint = owner
-
-        self._stopped.clear()
+        """Listen, as another process of that port."""
         self._right.begin()
-        self._server = _Listener(("127.0.0.1", self.port), Handler)
-        self.port = self._server.server_address[1]
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
+        super().start()
 
-    def stop(self) -> None:
-        """Stop at once, as a killed process: connections are cut. Stopping twice is harmless."""
-        server, self._server = self._server, None
-        if server is None:
-            return
-        self._stopped.set()
-        server.shutdown()
-        server.server_close()
-        for connection in [*self._connections]:
-            close(connection)
-
-    def __enter__(self) -> "SpoilingServer":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def _respond(self, method: str, path: str, content: bytes, headers: Mapping[str, str]) -> Reply:
+        if self.api_key is not None and headers.get("Authorization") != f"Bearer {self.api_key}":
+            return UNAUTHORIZED
+        try:
+            body = json.loads(content or b"null")
+        except ValueError as error:
+            return refusal(400, str(error))
+        return self.answer(method, path, body)
 
     def answer(self, method: str, path: str, body: Any) -> Reply:
         """Return the reply to a request, spoiled where it is claimed."""
@@ -447,8 +404,7 @@ class SpoilingServer:
             reply.headers = {"Retry-After": "1"} if mode.endswith("_after") else {}
             return reply
         if mode in modes.BODIES:
-            content, kind = modes.BODIES[mode]
-            return Reply(content, headers={"Content-Type": kind})
+            return Reply.of(modes.BODIES[mode])
         answer = self._answer(method, path, body, mode)
         if isinstance(answer, Reply):
             return answer
@@ -457,7 +413,7 @@ class SpoilingServer:
         content = (modes.pack if path in (SCORE_PATH, HEAD_PATH) else modes.encode)(answer)
         if mode in modes.PACKED_BODIES:
             content = modes.PACKED_BODIES[mode](content)
-        return Reply(content, play=mode if mode in modes.CONNECTIONS else "")
+        return played(Reply.of(content), mode)
 
     def _spoiled(self, answer: Any, claimed: Spoiling) -> Any:
         mode, answer = claimed.mode, copy.deepcopy(answer)
@@ -478,7 +434,7 @@ class SpoilingServer:
                 return {"object": "list", "data": [self._right.card()]}
             case "GET", "/metrics" if self.metrics:
                 seconds = f"process_start_time_seconds {1.76e9 + self._right.started}"
-                return Reply(f"# TYPE of_others gauge\n{seconds}\n".encode())
+                return Reply.of(f"# TYPE of_others gauge\n{seconds}\n".encode())
             case "POST", "/v1/completions":
                 return self._completion(body, mode)
             case "POST", "/inference/v1/generate":  # as prime-rl asks for scores
@@ -510,7 +466,7 @@ class SpoilingServer:
                 return {"success": True, "new_version": self._right.version}
             case "GET", "/weight_info" if self.dev_mode and self.versions:
                 return {"weight_version": self._right.version}
-        return Reply(json.dumps({"detail": "Not Found"}).encode(), 404)
+        return Reply.of({"detail": "Not Found"}, status=404)
 
     def _completion(self, body: Any, mode: str) -> Any:
         if body.get("model") not in (None, str(self._right.path)):
@@ -595,85 +551,16 @@ def road_of_request(path: str, body: Any) -> str | None:
 def refusal(status: int, message: str) -> Reply:
     """Return an error in vLLM's layout."""
     error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
-    return Reply(json.dumps({"error": error}).encode(), status)
+    return Reply.of({"error": error}, status=status)
 
 
-def close(connection: socket.socket) -> None:
-    """Cut a connection, whatever its state."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    connection.close()
-
-
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing where a client is gone."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_of_checkpoint: SpoilingServer
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.server_of_checkpoint._connections.add(self.connection)
-
-    def finish(self) -> None:
-        self.server_of_checkpoint._connections.discard(self.connection)
-        super().finish()
-
-    def do_POST(self) -> None:
-        owner = self.server_of_checkpoint
-        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        key = owner.api_key
-        if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
-            self._send(Reply(b'{"error": "Unauthorized"}', 401))  # vLLM's own words
-            return
-        try:
-            body = json.loads(content or b"null")
-        except ValueError as error:
-            self._send(refusal(400, str(error)))
-            return
-        reply = owner.answer(self.command, self.path, body)
-        if reply.play:
-            self._play(reply, owner)
-        else:
-            self._send(reply)
-
-    do_GET = do_POST
-
-    def _send(self, reply: Reply, size: int | None = None) -> None:
-        self.send_response(reply.status)
-        headers = {"Content-Type": "application/json"} | reply.headers
-        headers["Content-Length"] = str(len(reply.body) if size is None else size)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(reply.body)
-
-    def _play(self, reply: Reply, owner: SpoilingServer) -> None:
-        match reply.play:
-            case "drop_after_headers":
-                self._send(Reply(b""), len(reply.body))
-            case "cut":
-                self._send(Reply(reply.body[: len(reply.body) // 2]), len(reply.body))
-            case "huge":
-                # White space, then the right answer: all of it is JSON.
-                self._send(Reply(b""), HUGE_BYTES + len(reply.body))
-                for _ in range(HUGE_BYTES // 2**16):
-                    if owner._stopped.is_set():
-                        return
-                    self.wfile.write(b" " * 2**16)
-                self.wfile.write(reply.body)
-        if reply.play in ("drop", "drop_after_headers", "cut"):
-            self.close_connection = True
-            close(self.connection)
-
-    def log_message(self, *_: Any) -> None: ...
+def played(reply: Reply, mode: str) -> Reply:
+    """Return a reply as a mode of ``modes.CONNECTIONS`` has it; as it is for others."""
+    match mode:
+        case "drop":
+            return DROPPED
+        case "drop_after_headers":
+            return replace(reply, parts=())
+        case "cut":
+            return replace(reply, parts=[reply.body[: len(reply.body) // 2]])
+    return reply

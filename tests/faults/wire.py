@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from tests.faults.points import (
     RESTARTED,
     Point,
 )
-from tests.faults.server import Reply, SpoilingServer, close, refusal, road_of_request
+from tests.faults.server import SpoilingServer, played, refusal, road_of_request
 from tests.fork_server import Fork
+from tests.stand_in import DROPPED, Reply
 
 
 @dataclass(frozen=True)
@@ -169,25 +170,24 @@ class NamingServer(SpoilingServer):
         if fault in (RESTARTED, EXCHANGED):
             with self._lock:
                 (self.restart if fault == RESTARTED else self.exchange)()
-                for connection in [*self._connections]:
-                    close(connection)
+                self.hang_up()
         if fault == KILL_ASKING:
             self._wire.kill()
         if fault in (LOST, KILL_ASKING, RESTARTED, EXCHANGED):
-            return Reply(b"", play="drop")
+            return DROPPED
         if fault == BUSY:
             return refusal(503, "busy")
-        reply = replace(self._right_answer(method, path, body))
+        reply = self._right_answer(method, path, body)
         if fault == KILL_ANSWERED:
             self._wire.kill()
-            reply.play = "drop"
+            return DROPPED
         if fault == CUT:
-            reply.play = "cut"
+            return played(reply, "cut")
         if fault == OTHER_FACTS and road_of_request(path, body) == "models":
             (card,) = json.loads(reply.body)["data"]
-            reply.body = modes.encode({"data": [card | {"id": "another", "root": None}]})
-        elif fault == OTHER_FACTS:
-            reply.body = modes.pack(modes.PACKED["packed_model"](unpack(reply.body)))
+            return Reply.of({"data": [card | {"id": "another", "root": None}]})
+        if fault == OTHER_FACTS:
+            return Reply.of(modes.pack(modes.PACKED["packed_model"](unpack(reply.body))))
         return reply
 
     def _right_answer(self, method: str, path: str, body: Any) -> Reply:
@@ -204,7 +204,7 @@ class NamingServer(SpoilingServer):
             headers = {"Content-Type": "application/json"}
             url = self.real + path
             answer = httpx.request(method, url, content=content, headers=headers, timeout=60)
-            return Reply(answer.content, answer.status_code)
+            return Reply.of(answer.content, status=answer.status_code)
         if path in ("/update_weight_version", "/weight_info", "/metrics"):
             return super().answer(method, path, body)
         key = (f"{self._name} {self._weights}", path, json.dumps(body))
