@@ -16,7 +16,6 @@ from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_sco
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.samplers.server import ServerSampler
-from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.responses import read_json_response
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.orchestrator.client import whole_sequence
@@ -118,6 +117,10 @@ def shift(amount):
     return change
 
 
+def twice(a):
+    a.ids[-1, 2] = a.ids[-1, 0]
+
+
 def above_the_last(a):
     a.own[-1] = a.logprobs[-1, -1] + 1e-3
 
@@ -131,16 +134,11 @@ def cut(name, columns=False):
 
 
 BROKEN = {
-    "own NaN": ("anywhere", put("own", math.nan), "sampled token .* is nan"),
-    "own -inf": ("anywhere", put("own", -math.inf), "sampled token .* is -inf"),
-    "own -9999": ("anywhere", put("own", IMPOSSIBLE), "sampled token .* is -9999"),
-    "own above 0": ("anywhere", put("own", 2e-4), "sampled token .* is 0.0002, where"),
-    "entry NaN": ("anywhere", put("logprobs", math.nan), "log-prob of id .* is nan"),
-    "entry +inf": ("anywhere", put("logprobs", math.inf), "log-prob of id .* is inf"),
     "entry above 0": ("anywhere", put("logprobs", 0.3), "log-prob of id .* is 0.3, where"),
     "mass above 1": ("anywhere", scaled, "mass of|by itself"),
     "negative id": ("anywhere", put("ids", -1), "the id -1, where an id from 0 to 11"),
     "id beyond": ("anywhere", put("ids", VOCAB, last=True), "the id 12, where"),
+    "id twice": ("outside", twice, "has the id .* twice"),
     "own moved up": ("inside", shift(1e-3), "by itself and"),
     "own moved down": ("inside", shift(-2.0), "by itself and"),
     "own above the last": ("outside", above_the_last, "is outside the top 3|mass of"),
@@ -184,44 +182,21 @@ def test_ids_that_are_not_known_are_left_out_of_the_check(seed, n):
         check(answer, known=known, ranked=False)
 
 
-@few
-@given(seeds, rows)
-def test_id_that_is_twice_in_a_row_is_refused(seed, n):
-    answer = answer_of(seed, n, 3, "outside")
-    answer.ids[-1, 2] = answer.ids[-1, 0]
-    with pytest.raises(InvalidAnswer, match=f"has the id {int(answer.ids[-1, 0])} twice"):
-        check(answer)
-
-
 @pytest.mark.parametrize("by_id", [False, True])
-def test_full_vocabulary_is_checked_without_a_sort(monkeypatch, by_id):
-    """Sorting 150,000 ids per token took most of the time of the check."""
+def test_full_vocabulary_has_each_id_once(by_id):
+    """Ranked, or by id, as the student's own scores are."""
     answer = answer_of(3, 4, VOCAB)
-    if by_id:  # as the student's own scores
+    if by_id:
         order = answer.ids.argsort(dim=1)
         answer.ids, answer.logprobs = (t.gather(1, order) for t in (answer.ids, answer.logprobs))
-    with monkeypatch.context() as patch:
-        patch.delattr(numpy, "sort")
-        check(answer, ranked=not by_id)
-    twice = int(answer.ids[2, 0])
-    answer.ids[2, 5] = twice
-    with pytest.raises(InvalidAnswer, match=f"position {START + 2}: .* has the id {twice} twice"):
+    check(answer, ranked=not by_id)
+    answer.ids[2, 5] = answer.ids[2, 0]
+    with pytest.raises(InvalidAnswer, match=f"position {START + 2}: .* twice"):
         check(answer, ranked=not by_id)
 
 
-@pytest.mark.parametrize("k", [0, 3, VOCAB])
-def test_blocks_of_rows_name_the_wrong_position(monkeypatch, k):
-    """Rows are checked in blocks, for memory's sake."""
-    monkeypatch.setattr("prime_composer.backends.answers.BLOCK", 2 * max(k, 1))
-    answer = answer_of(5, 7, k)
-    check(answer)
-    answer.own[4] = 0.3
-    with pytest.raises(InvalidAnswer, match=f"position {START + 4}: .* is 0.3, where"):
-        check(answer)
-
-
-@pytest.mark.parametrize("k", [0, 3, VOCAB])
-@pytest.mark.parametrize("block", [1, 2, 5, 100])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("block", [2, 5])
 def test_batch_names_sequence_and_position(monkeypatch, block, k):
     """Sequences are checked together, in blocks that begin and end anywhere."""
     monkeypatch.setattr("prime_composer.backends.answers.BLOCK", block * max(k, 1))
@@ -264,16 +239,6 @@ def test_masked_token_passes_where_it_may_not_train(value):
 
 
 @few
-@given(seeds, rows, st.sampled_from([1, 3, VOCAB]))
-def test_all_zeros_are_refused_where_the_mass_shows_it(seed, n, k):
-    """With K = 1 that takes one sampled token outside the top 1."""
-    answer = answer_of(seed, n, k, "outside" if k < VOCAB else "anywhere")
-    answer.own[:], answer.logprobs[:] = 0.0, 0.0
-    with pytest.raises(InvalidAnswer, match="position 2: .* mass of"):
-        check(answer)
-
-
-@few
 @given(seeds, rows)
 def test_full_vocabulary_has_a_mass_of_one(seed, n):
     answer = answer_of(seed, n, VOCAB)
@@ -282,22 +247,6 @@ def test_full_vocabulary_has_a_mass_of_one(seed, n):
     with pytest.raises(InvalidAnswer, match=r"mass of 0\.990\d+, where a mass of 1 was expected"):
         check(answer)
     check(answer, vocab_size=VOCAB + 1)
-
-
-@few
-@given(seeds, rows, st.integers(1, 4))
-def test_mixture_of_right_scores_passes_and_of_wrong_ones_does_not(seed, n, k):
-    answers = [answer_of(seed, n, k), answer_of(seed + 1, n, k)]
-    tokens = torch.tensor([0] * n)
-    for answer in answers:  # both score the same tokens
-        dense = answer_of(seed + (answer is answers[1]), n, VOCAB)
-        answer.own = dense.logprobs[dense.ids == 0]
-        answer.sampled = tokens
-    scores = [Scores(a.own, a.ids, a.logprobs, start=START) for a in answers]
-    mix(tokens, scores, [0.25, 0.75], sequence=3)
-    scores[0].teacher_logprobs[0] = 3.0
-    with pytest.raises(InvalidAnswer, match="^The mixture of teachers gave .* sequence 3, pos"):
-        mix(tokens, scores, [0.25, 0.75], sequence=3)
 
 
 # --- JSON: what vLLM writes, for both endpoints ---
@@ -400,8 +349,8 @@ def renamed(key):
     return change
 
 
-MASKED = ("own -Infinity", "own -9999")
-"""Only who knows that the token trains refuses these."""
+OF_A_RUN = ("own -Infinity", "own -9999", "id beyond")
+"""Only who knows that the token trains, or the teacher's size, refuses these."""
 
 BROKEN_JSON = {
     "own NaN": entry(own_of, "logprob", math.nan),
@@ -410,16 +359,13 @@ BROKEN_JSON = {
     "own above 0": entry(own_of, "logprob", 0.3),
     "own null": entry(own_of, "logprob", None),
     "entry NaN": entry(best_of, "logprob", math.nan),
-    "entry Infinity": entry(best_of, "logprob", math.inf),
     "entry above 0": entry(best_of, "logprob", 3.0),
     "entry true": entry(best_of, "logprob", True),
-    "entry false": entry(best_of, "logprob", False),
-    "entry a string": entry(best_of, "logprob", "-1.0"),
     "rank a float": entry(best_of, "rank", 1.0),
-    "rank null": entry(best_of, "rank", None),
     "id negative": renamed("-1"),
     "id a float": renamed("1.0"),
     "id huge": renamed(str(2**40)),
+    "id beyond": renamed(str(VOCAB)),
     "own missing": lambda a, written: written[-1].pop(own_of(a)),
     "entry missing": lambda a, written: written[-1].pop(str(int(a.ids[-1, 1]))),
     "alien of mass 1": lambda a, written: written[-1].update(
@@ -430,7 +376,6 @@ BROKEN_JSON = {
     "row missing": lambda a, written: written.pop(),
     "row null": lambda a, written: written.__setitem__(-1, None),
     "row empty": lambda a, written: written.__setitem__(-1, {}),
-    "row a list": lambda a, written: written.__setitem__(-1, []),
     "row too many": lambda a, written: written.append(written[-1]),
     "zeros": lambda a, written: [
         entry.update(logprob=0.0) for row in written[1:] for entry in row.values()],
@@ -438,29 +383,18 @@ BROKEN_JSON = {
 
 
 @pytest.mark.parametrize("broken", BROKEN_JSON)
-@few
-@given(seeds, rows)
-def test_json_that_breaks_an_invariant_is_refused(server, broken, seed, n):
-    answer = answer_of(seed, n, 3, "outside")
+def test_json_that_breaks_an_invariant_is_refused(server, broken):
+    answer = answer_of(0, 3, 3, "outside")
     written = json_rows(answer)
     BROKEN_JSON[broken](answer, written)
-    with pytest.raises(InvalidAnswer, match=f"^The .* at {server.url} "):
+    with pytest.raises(InvalidAnswer, match=f"^The .* at {server.url} ") as caught:
         server.score(answer, written)
-    if broken in MASKED:
+    assert broken != "entry missing" or "--max-logprobs 3" in str(caught.value)
+    if broken in OF_A_RUN:
         in_orchestrator(answer, written)
         return
     with pytest.raises(InvalidAnswer, match="^The teacher at http://t:8000 "):
         in_orchestrator(answer, written)
-
-
-@few
-@given(seeds, rows)
-def test_id_beyond_a_known_vocabulary_is_refused(server, seed, n):
-    answer = answer_of(seed, n, 3, "outside")
-    written = json_rows(answer)
-    renamed(str(VOCAB))(answer, written)
-    with pytest.raises(InvalidAnswer, match="the id 12, where an id from 0 to 11 was expected"):
-        server.score(answer, written)
 
 
 # --- Completions ---
@@ -482,14 +416,6 @@ def completions_of(seed, n, tokens):
     }
 
 
-@few
-@given(seeds, st.integers(1, 3), st.integers(1, 4))
-def test_right_completions_pass(server, seed, n, tokens):
-    answer = completions_of(seed, n, tokens)
-    found = server.sample({"choices": answer["choices"][::-1]}, n, 4)
-    assert [r.completion_ids for r in found] == [c["token_ids"] for c in answer["choices"]]
-
-
 def last(path, value):
     """Return a change of the last value of a list in the last choice."""
 
@@ -506,52 +432,31 @@ def in_choice(**fields):
 
 BROKEN_COMPLETIONS = {
     "mu NaN": last("token_logprobs", math.nan),
-    "mu -Infinity": last("token_logprobs", -math.inf),
     "mu -9999": last("token_logprobs", -9999.0),
     "mu above 0": last("token_logprobs", 0.3),
     "mu true": last("token_logprobs", True),
-    "mu null": last("token_logprobs", None),
-    "mu a string": last("token_logprobs", "-1"),
     "one mu for all": in_choice(logprobs={"token_logprobs": [-1.0]}),
     "no mu": in_choice(logprobs=None),
     "id beyond": last("token_ids", VOCAB),
-    "id negative": last("token_ids", -1),
     "id a float": last("token_ids", 5.5),
-    "id true": last("token_ids", True),
     "too long": in_choice(token_ids=[1] * 9, logprobs={"token_logprobs": [-1.0] * 9}),
     "empty": in_choice(token_ids=[], logprobs={"token_logprobs": []}),
-    "no choice": lambda answer: answer["choices"].clear(),
     "one too few": lambda answer: answer["choices"].pop(),
     "one too many": lambda answer: answer["choices"].append({**answer["choices"][0], "index": 2}),
     "one twice": in_choice(index=0),
     "gave up": in_choice(finish_reason="abort"),
-    "no choices": lambda answer: answer.pop("choices"),
 }
 
 
+def test_completions_are_put_in_order(server):
+    answer = completions_of(0, 3, 4)
+    found = server.sample({"choices": answer["choices"][::-1]}, 3, 4)
+    assert [r.completion_ids for r in found] == [c["token_ids"] for c in answer["choices"]]
+
+
 @pytest.mark.parametrize("broken", BROKEN_COMPLETIONS)
-@few
-@given(seeds, st.integers(2, 4))
-def test_completions_that_break_an_invariant_are_refused(server, broken, seed, tokens):
-    answer = completions_of(seed, 2, tokens)
+def test_completions_that_break_an_invariant_are_refused(server, broken):
+    answer = completions_of(0, 2, 3)
     BROKEN_COMPLETIONS[broken](answer)
     with pytest.raises(InvalidAnswer, match=f"^The .* at {server.url} "):
         server.sample(answer, 2, 4)
-
-
-@pytest.mark.parametrize(
-    "ids, logprobs, message",
-    [
-        ([3, 4], [-1.0], "of prompt 5: 2 tokens with 1 log-probs, where"),
-        ([], [], "of prompt 5: no token, where"),
-        ([3] * 5, [-1.0] * 5, "5 tokens, where at most max_tokens = 4"),
-        ([3, VOCAB], [-1.0, -1.0], "the id 12 at position 1, where an id from 0 to 11"),
-        ([3, 4], [-1.0, math.nan], "log-prob nan of token 4 at position 1"),
-        ([3, 4], [1e-3, -1.0], "log-prob 0.001 of token 3 at position 0"),
-    ],
-)
-def test_engines_completion_is_refused_with_its_place(ids, logprobs, message):
-    with pytest.raises(InvalidAnswer, match=f"^The engine of m gave a wrong .* {message}"):
-        make_rollout(
-            [1], ids, logprobs, "stop", 5, max_tokens=4, vocab_size=VOCAB, origin="The engine of m"
-        )

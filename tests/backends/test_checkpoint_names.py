@@ -12,10 +12,10 @@ from prime_composer.backends.lora.views import weights_to_load
 from prime_composer.recipe.model import LoraConfig
 from tests.studies.architecture_models import make_model, write_model
 
-FUSED = ["Qwen2-MoE", "Qwen3-MoE", "Mixtral", "OLMoE", "DeepSeek-V3", "Qwen3-Next"]
+FUSED = ["Qwen2-MoE", "Mixtral", "DeepSeek-V3", "Qwen3-Next"]
 """Those whose experts transformers joins."""
 
-OTHERS = ["gpt-oss", "Granite-MoE", "Gemma-2", "Phi", "GPT-J", "Falcon-H1", "Falcon"]
+OTHERS = ["gpt-oss", "Gemma-2", "Falcon-H1"]
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

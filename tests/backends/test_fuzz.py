@@ -22,7 +22,6 @@ SCORED = {
         },
     ]
 }
-IN_CHOICES = {"choices": [SCORED]}
 SAMPLED = {
     "choices": [
         {"index": i, "token_ids": [3, 4], "finish_reason": "stop",
@@ -53,7 +52,7 @@ def read_samples(content: bytes) -> None:
         assert all(0 <= token < 10 for token in ids) and all(one <= 1e-4 for one in logprobs)
 
 
-ROADS = [(read_scores, SCORED), (read_scores, IN_CHOICES), (read_samples, SAMPLED)]
+ROADS = [(read_scores, SCORED), (read_samples, SAMPLED)]
 
 
 def refused_in_short(read: Any, content: bytes) -> None:
@@ -63,7 +62,7 @@ def refused_in_short(read: Any, content: bytes) -> None:
         assert 0 < len(str(error)) < 1000
 
 
-@pytest.mark.parametrize("road", ROADS, ids=["generate", "completions", "samples"])
+@pytest.mark.parametrize("road", ROADS, ids=["scores", "samples"])
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_answer_damaged_is_read_or_refused(examples: int, road: Any) -> None:
     """Values of other types and sizes in any place; bytes replaced, also by what no JSON has."""

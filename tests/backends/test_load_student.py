@@ -1,8 +1,6 @@
 """Loading models: refusals, errors in one sentence, and hidden states that ignore padding."""
 
-import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,11 +15,9 @@ from prime_composer.backends.hf_model import (
     load_model,
     load_student,
     load_tokenizer,
-    logits_over,
     pad,
     read_config,
     read_eos_token_ids,
-    sequence_logprobs,
 )
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.lm_head import selected_logprobs
@@ -103,40 +99,22 @@ def test_sampler_counts_positions_without_padding(absolute, tmp_path, plain_logp
     sampler.close()
 
 
-def test_sequence_log_probs_start_with_nan(tied_model, plain_logprobs):
-    for ids, got in zip(SEQUENCES, sequence_logprobs(tied_model, SEQUENCES), strict=True):
-        assert got.shape == (len(ids),) and got[0].isnan()
-        rows = plain_logprobs(tied_model, ids)
-        for t in range(1, len(ids)):
-            assert float(got[t]) == pytest.approx(float(rows[t, ids[t]]), abs=1e-5)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
         ("Granite", {"logits_scaling": 8.0}),
         ("Cohere", {"logit_scale": 0.25}),
-        ("GraniteMoe", {"logits_scaling": 4.0}),
         ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}),
         ("Phi", {}),
         ("OPT", {}),
         ("Mpt", {"logit_scale": 0.5}),  # which it does not read
         ("MiniCPM3", MINICPM),
-        ("Qwen3Moe", {"head_dim": 8}),
     ],
 )
 def test_head_with_bias_cap_and_scale_is_the_models(kind, changes):
-    """By its logits. One that does more is refused."""
+    """By its logits."""
     settings = {**SMALL, "num_key_value_heads": 2, "initializer_range": 0.5, **changes}
-    model = build(kind, **settings)
-    check_head(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "prime_composer.backends.hf_model.logits_over",
-            lambda *both: replace(logits_over(*both), scale=1.01 * logits_over(*both).scale),
-        )
-        with pytest.raises(ModelUnavailable, match='does more.*backend = "vllm"'):
-            check_head(model)
+    check_head(build(kind, **settings))
 
 
 def test_attention_has_the_cap_of_its_scores(tmp_path):
@@ -162,52 +140,14 @@ def test_attention_has_the_cap_of_its_scores(tmp_path):
     torch.testing.assert_close(other, exact, atol=1e-5, rtol=0)
 
 
-def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
-    import tokenizers
-
-    models.tied_model.save_pretrained(tmp_path)
-    words = {f"w{i}": i for i in range(132)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "unk_token": "w0"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="has 132 entries and the model's head only 131"):
-        load_student(tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
-def test_student_in_fewer_bits_is_refused(models, tmp_path):
-    """Also with a kind of quantization that needs no other package."""
-    models.tied_model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    online = {"linear_class": "autobitlinear", "quantization_mode": "online"}
-    config["quantization_config"] = {"quant_method": "bitnet", **online}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelUnavailable, match=r"is quantized \(bitnet\).*the unquantized model"):
-        load_student(tmp_path)
-
-
-def test_student_without_a_tokenizer_loads_in_eval_mode(models):
-    model, tokenizer = load_student(models.tied)
-    assert tokenizer is None and not model.training and lm_head_weight(model).shape == (131, 64)
-    assert lm_head_weight(model) is model.get_input_embeddings().weight
-
-
-READERS = [load_model, load_tokenizer, read_config, read_eos_token_ids]
-
-
-@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize("read", [load_model, load_tokenizer, read_config, read_eos_token_ids])
 def test_hub_id_in_offline_mode_is_one_sentence(read):
     """The tests run with HF_HUB_OFFLINE=1, so this is transformers' own error."""
     with pytest.raises(ModelUnavailable) as caught:
         read("nobody/no-such-model")
     message = str(caught.value)
-    assert message.startswith(
-        "Could not load nobody/no-such-model: it is neither a directory nor in the Hugging Face "
-        "cache, and HF_HUB_OFFLINE is set"
-    )
+    assert "nobody/no-such-model" in message and "\n" not in message
     assert "--set student.model=DIR" in message and "or unset HF_HUB_OFFLINE" in message
-    assert "\n" not in message
 
 
 def test_directory_without_weights_is_one_sentence(models, tmp_path):

@@ -12,20 +12,8 @@ numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
-from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import read_answer, top_k_of  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
-
-ROWS = [
-    None,
-    {
-        "7": {"logprob": -3.0, "rank": 5},
-        "1": {"logprob": -0.5, "rank": 1},
-        "2": {"logprob": -2.0, "rank": 2},
-    },
-    {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
-]
-TOKENS = [4, 7, 1]
 
 
 def answer(rows):
@@ -62,131 +50,6 @@ def plain_parse(token_ids, content, k):
     return Scores(values, ids, logprobs, start=1)
 
 
-def test_top_k_is_taken_by_rank_from_k_or_k_plus_one_entries():
-    top = parse(TOKENS, answer(ROWS), 2)
-    assert top.start == 1 and top.ref_logprobs.tolist() == [-3.0, -1.5]
-    assert top.token_ids.tolist() == [[1, 2], [9, 1]]
-    assert top.teacher_logprobs.ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
-
-
-def test_k_zero_reads_the_own_tokens_only():
-    own = [row and {str(token): row[str(token)]} for token, row in zip(TOKENS, ROWS, strict=True)]
-    top = parse(TOKENS, answer(own), 0)
-    assert top.ref_logprobs.tolist() == [-3.0, -1.5]
-    assert top.token_ids.shape == top.teacher_logprobs.shape == (2, 0)
-
-
-def test_rows_before_the_start_are_left_out():
-    top = top_k_of(TOKENS, read_answer(answer(ROWS)), 2, start=2)
-    assert top.start == 2 and top.ref_logprobs.tolist() == [-1.5]
-    assert top.token_ids.tolist() == [[9, 1]]
-
-
-def test_completions_answer_has_its_rows_in_the_choice():
-    """``/v1/completions`` and ``/inference/v1/generate`` differ only in where the rows are."""
-    content = json.dumps({"id": "r", "choices": [{"index": 0, "prompt_logprobs": ROWS}]}).encode()
-    generated, completed = parse(TOKENS, answer(ROWS), 2), parse(TOKENS, content, 2)
-    assert generated.ref_logprobs.tolist() == completed.ref_logprobs.tolist()
-    assert generated.to_bytes() == completed.to_bytes()
-
-
-@pytest.mark.parametrize(
-    "tokens,rows,k,message",
-    [
-        (TOKENS, ROWS[:2], 2, "scored 2 tokens of 3"),
-        ([4, 8, 1], ROWS, 2, "do not hold the token 8"),
-        (TOKENS, ROWS, 3, "--max-logprobs 3"),
-        (TOKENS, [None, None, ROWS[2]], 2, "left token 1 of 3 without a score"),
-        (TOKENS, [None, {**ROWS[1], "3": ROWS[1]["1"]}, ROWS[2]], 2, "returned 4 .* position 1"),
-        (TOKENS, [None, {i: ROWS[1][i] for i in "71"}, ROWS[2]], 2, "returned 2 .* own, of rank 5"),
-        (
-            TOKENS,
-            [None, {**ROWS[1], "7": {"logprob": -1.9, "rank": 5}}, ROWS[2]],
-            2,
-            "id 7 at position 1 below the top 2, with log-prob -1.9, where at most -2 was",
-        ),
-    ],
-)
-def test_answer_that_does_not_fit_is_refused(tokens, rows, k, message):
-    with pytest.raises(ValueError, match=message):
-        parse(tokens, answer(rows), k)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"<html>",
-        b"[]",
-        b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}',
-        b'{"prompt_logprobs": [[]]}',
-        b'{"prompt_logprobs": [null, {"7": {"logprob": true, "rank": 1}}]}',
-        b'{"prompt_logprobs": [null, {"7": {"logprob": "-1", "rank": 1}}]}',
-        b'{"prompt_logprobs": [null, {"7": {"logprob": -1, "rank": 1.0}}]}',
-        b'{"prompt_logprobs": [null, {"7.0": {"logprob": -1, "rank": 1}}]}',
-        b'{"prompt_logprobs": [null, {"-7": {"logprob": -1, "rank": 1}}]}',
-        b'{"prompt_logprobs": [null, {"4294967303": {"logprob": -1, "rank": 1}}]}',
-        b'{"prompt_logprobs": [null, {"7": {"logprob": -1, "rank": 99999999999999999999}}]}',
-        b'{"prompt_logprobs": [null, {"7": {"logprob": -1e999, "rank": 1}}]}',
-        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b"\xff\xfe{",
-    ],
-    ids=str,
-)
-def test_answer_of_another_kind_is_refused(content):
-    """One sentence names the server, what was expected, and the first bytes of what came."""
-    message = r"^The server at X answered something else than prompt_logprobs: .* begins with b"
-    with pytest.raises(InvalidAnswer, match=message) as caught:
-        read_answer(content, "The server at X")
-    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
-
-
-def test_answer_without_scores_has_scored_nothing():
-    for content in (b'{"choices": []}', b'{"choices": [{}]}', b'{"prompt_logprobs": null}'):
-        with pytest.raises(ValueError, match="scored 0 tokens of 3"):
-            parse(TOKENS, content, 2)
-
-
-def test_infinity_of_pythons_json_is_read():
-    never = {"logprob": -math.inf, "rank": 3}
-    content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
-    assert b"-Infinity" in content
-    top = parse(TOKENS, content, 3)
-    assert top.ref_logprobs.tolist() == [-math.inf, -1.5]
-    assert top.token_ids.tolist() == [[1, 2, 7], [9, 1, 8]]
-    assert top.teacher_logprobs[:, 2].tolist() == [-math.inf] * 2
-
-
-def test_own_token_that_ties_with_the_kth_stays_outside():
-    """vLLM gives it the number of ids at least as probable as its rank: K + 1 or more."""
-    row = {
-        "8": {"logprob": -2.0, "rank": 4},
-        "9": {"logprob": -0.5, "rank": 1},
-        "3": {"logprob": -2.0, "rank": 2},
-    }
-    top = parse([4, 8], answer([None, row]), 2)
-    assert top.ref_logprobs.tolist() == [-2.0]
-    assert top.token_ids[0].tolist() == [9, 3] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
-
-
-def test_own_token_that_ties_inside_the_top_k_stays_inside():
-    """In the top K, vLLM overwrites the own token's rank with its place there."""
-    row = {"8": {"logprob": -2.0, "rank": 2}, "9": {"logprob": -0.5, "rank": 1}}
-    top = parse([4, 8], answer([None, row]), 2)
-    assert top.token_ids[0].tolist() == [9, 8] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
-
-
-def test_equal_ranks_fall_back_to_the_log_prob():
-    """Other servers may give a tie one rank: the larger log-prob wins, then the earlier entry."""
-    row = {
-        "7": {"logprob": -2.0, "rank": 1},
-        "8": {"logprob": -2.0, "rank": 1},
-        "9": {"logprob": -0.5, "rank": 1},
-    }
-    top = parse([4, 8], answer([None, row]), 2)
-    assert top.token_ids[0].tolist() == [9, 7] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
-
-
 # What float32 makes of a float64, and ties of both kinds
 LOGPROBS = st.sampled_from([-0.5, -0.5, -1.25, -0.0, 0.0, -9999.0, -math.inf]) | st.floats(-40, 0)
 
@@ -197,11 +60,11 @@ def scored_sequences(draw):
 
     The own token is in or out of the top K. Ranks follow the log-probs.
     """
-    k = draw(st.integers(1, 4))
+    k = draw(st.integers(0, 4))
     vocabulary = range(0, 150_000, 15_000)
     tokens, rows = [draw(st.sampled_from(vocabulary))], [None]
     for _ in range(draw(st.integers(0, 5))):
-        ids = draw(st.permutations(vocabulary))[: draw(st.integers(k, k + 1))]
+        ids = draw(st.permutations(vocabulary))[: draw(st.integers(max(k, 1), k + 1))]
         tokens.append(draw(st.sampled_from(ids)))
         logprobs = sorted((draw(LOGPROBS) for _ in ids), reverse=True)
         ranks = sorted(draw(st.integers(1, place)) for place in range(1, len(ids) + 1))
@@ -210,7 +73,7 @@ def scored_sequences(draw):
     return tokens, rows, k
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(scored_sequences())
 def test_every_bit_is_that_of_the_plain_parser(sequence):
     """Compare to the last bit, signs of zeros included."""

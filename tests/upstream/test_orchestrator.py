@@ -27,11 +27,21 @@ from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.silent_hook import SilentHook  # noqa: E402
 from prime_composer.upstream.teachers import header_entries, read_entries  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import HEADER  # noqa: E402
-from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
+from tests.backends.test_vllm_logprobs import answer  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
 
 TOP_2 = {"type": "topk_reverse_kl", "k": 2}
 SAMPLED = {"type": "sampled_reverse_kl"}
+TOKENS = [4, 7, 1]
+ROWS = [
+    None,
+    {
+        "7": {"logprob": -3.0, "rank": 5},
+        "1": {"logprob": -0.5, "rank": 1},
+        "2": {"logprob": -2.0, "rank": 2},
+    },
+    {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
+]
 OWN = [0.0, -9.0, -9.0]
 """Scores that prime-rl's own request returns; the adapter asks for itself."""
 
