@@ -14,7 +14,7 @@ from fastapi import FastAPI  # noqa: E402
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.http import Connection, RequestRefused, ServerError  # noqa: E402
-from prime_composer.scoring.endpoint import columns_of, head_route, server_facts  # noqa: E402
+from prime_composer.scoring.endpoint import head_route, server_facts  # noqa: E402
 from prime_composer.scoring.head import worker_head  # noqa: E402
 from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
 from prime_composer.teachers import served_head  # noqa: E402
@@ -94,9 +94,10 @@ def client_of(weight, bias, shards):
     return served_head.ServedHead(Direct(app), app.state.prime_composer_facts), workers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shards", [[], [4], [1, 5]])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias", "shards"),
+    [(torch.float32, False, []), (torch.bfloat16, True, [4]), (torch.float32, True, [1, 5])],
+)
 def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monkeypatch, tmp_path):
     """In pieces of three rows, which cross the workers' borders; its hash is checked and kept."""
     monkeypatch.setattr(served_head, "HEAD_ROWS", 3)
@@ -139,15 +140,7 @@ def test_head_beside_which_a_model_computes_is_refused(side):
     assert "one matrix" in worker_head(worker, 0, 0)["error"]
 
 
-def test_server_says_the_width_of_its_head():
-    """The columns are those of the first row that the workers gave; else those of the config."""
-    _, workers = client_of(torch.ones(ROWS, D, dtype=torch.bfloat16), None, [4])
-    assert columns_of([worker_head(worker, 0, 1) for worker in workers]) == D
-    assert columns_of([{"error": "it is quantized"}]) is None
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize(("part", "number"), [("weight", math.nan), ("bias", math.inf)])
 def test_head_that_is_not_finite_is_refused(part, number):
     """The message has the server, the part and the id. Nothing is compared with such a head."""
     weight, bias = torch.ones(ROWS, D), torch.ones(ROWS)

@@ -17,7 +17,6 @@ from prime_composer.scoring.kinds import (
     HeadFailed,
     HiddenRows,
     KindRequest,
-    largest,
 )
 from prime_composer.scoring.runners import answer_first, name_weights
 from prime_composer.scoring.worker import Progress, RowsRequest, read_payload
@@ -70,23 +69,6 @@ def test_kinds_equal_a_float64_log_softmax(weight):
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name].double(), expected, atol=5e-6, rtol=0)
     assert torch.equal(found["hidden"], hidden)
-
-
-def test_hidden_states_alone_never_ask_the_head():
-    def head(hidden):
-        raise AssertionError
-
-    rows = HiddenRows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
-    found = HIDDEN.arrays(rows, KindRequest("hidden"), None)
-    assert found["hidden"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("k", [0, 1, 32, V])
-def test_largest_are_torchs(k):
-    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(k))
-    values, ids = largest(logits, k)
-    assert torch.equal(values, logits.topk(k).values)
-    assert torch.equal(logits.gather(1, ids), values)
 
 
 class FirstRunner:
@@ -301,11 +283,6 @@ def test_head_that_fails_is_vllms_own_error(runner_class, weight):
         runner.step({"r": 3})
 
 
-def test_answer_of_another_runner_is_named():
-    with pytest.raises(ValueError, match="without the scoring code"):
-        read_payload(torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2), 4)
-
-
 def test_given_ids_follow_their_rows(runner_class, weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
@@ -318,11 +295,3 @@ def test_given_ids_follow_their_rows(runner_class, weight):
     expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
     found = read_payload(*progress.payload(), 7)["given"]
     torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=0)
-
-
-@pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"prime_composer": {"start": 1}}])
-def test_other_requests_are_not_marked(extra):
-    """What a JSON body can hold is no mark, so that only the plugin's own route makes one."""
-    assert RowsRequest.of(SimpleNamespace(extra_args=extra)) is None
-    rows_request = RowsRequest(3, 8, (OWN, top(2)))
-    assert RowsRequest.of(SimpleNamespace(extra_args=rows_request.mark())) == rows_request

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +21,6 @@ from prime_composer.scoring.wire import (
     response_parts,
 )
 from tests.stand_in import Reply, serving
-from tests.tiny_qwen import make_model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs /proc for the memory of a process"
@@ -78,25 +76,3 @@ def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsy
     with capsys.disabled():
         print(f"\n{len(data):,} bytes: {seconds:.1f} s, {added / len(data):.2f} times in memory")
     assert added < len(data) + more
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_long_answer_of_vllm_in_windows_is_the_whole(tmp_path):
-    """8,192 tokens in windows of 64 KiB, and in one: the same bits of one prefill.
-
-    ``python -m tests.scoring.long_server`` prints how long each takes.
-    """
-    config = {"max_position_embeddings": 8256, "hidden_size": 256}
-    make_model(tied=True, seed=3, **config).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "tests.scoring.long_server", tmp_path, 8192, 5, 2**16, 2**30]
-    env = os.environ | {"VLLM_PLUGINS": NAME, "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    done = subprocess.run(
-        [*map(str, command)], env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    split, whole = found[str(2**16)], found[str(2**30)]
-    assert {*split[0]} == {*whole[0]} and len({*split[0]}) == 1
-    assert min(split[1]) > 8192 * 2 * 256 / 2**17 and {*whole[1]} == {1}
-    assert {*split[2], *whole[2]} == {1}

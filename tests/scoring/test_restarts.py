@@ -3,8 +3,6 @@
 ``tests/faults`` has the same without vLLM.
 """
 
-import contextlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from prime_composer.teachers.tape.store import inspect
 from tests.command import numbers
 from tests.local.helpers import run, tiny_models, weights
 from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
-from tests.vllm_process import QUICK, TeacherProcess, VllmProcess
+from tests.vllm_process import QUICK, TeacherProcess
 
 pytestmark = pytest.mark.vllm
 
@@ -53,42 +51,10 @@ def test_prime_rl_teacher_killed_for_good_ends_the_run(server, tiny_recipe, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("back", ["without the plugin", "with another model"])
-def test_prime_rl_teacher_that_comes_back_otherwise(
-    back, teacher, tiny_recipe, vllm_forks, tmp_path
-):
-    """Without the plugin the run goes on in JSON; with another model it ends."""
-    other = tmp_path / "other"
-    shutil.copytree(tiny_models(tiny_recipe())["student"], other)
-    log = tmp_path / "server.log"
-    first = TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks)
-    with first as server, contextlib.ExitStack() as stack:
-
-        def come_back():
-            options = (*OPTIONS, "--served-model-name", teacher, "--max-logprobs", 64)
-            make, model = (TeacherProcess, other) if "model" in back else (VllmProcess, teacher)
-            again = make(model, log, *options, port=server.port, forks=vllm_forks)
-            stack.callback(again.stop)
-
-        display = KillAt(server, then=come_back)
-        raw = recipe_of(server, tiny_recipe)
-        if "model" in back:
-            with pytest.raises(RunStopped, match="serves another model since the run began"):
-                run(raw, tmp_path / "run", display)
-            return
-        run(raw, tmp_path / "run", display)
-    assert display.steps == [1, 2, 3, 4]
-    (line,) = {text for text in display.texts if "scoring plugin" in text}
-    assert "lost its scoring plugin and answers in JSON" in line and server.url in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", [TeacherProcess, VllmProcess], ids=["plugin", "json"])
-def test_tape_of_a_real_server_lets_it_stop(process, teacher, tiny_recipe, vllm_forks, tmp_path):
+def test_tape_of_a_real_server_lets_it_stop(teacher, tiny_recipe, vllm_forks, tmp_path):
     """The second run reads every answer, and the third has no server: all end alike to the bit."""
     log, tape = tmp_path / "server.log", str(tmp_path / "tape")
-    options = (*OPTIONS, *(["--max-logprobs", 64] if process is VllmProcess else []))
-    with process(teacher, log, *options, forks=vllm_forks) as server:
+    with TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks) as server:
         raw = recipe_of(server, tiny_recipe, tape=tape)
         run(raw, tmp_path / "first")
         run(raw, tmp_path / "second")

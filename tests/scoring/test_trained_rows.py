@@ -9,6 +9,7 @@ from msgspec.structs import replace
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
 from prime_composer.backends.protocols import Rollout  # noqa: E402
+from prime_composer.scoring import endpoint  # noqa: E402
 from prime_composer.scoring.wire import ENVELOPE_BYTES  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from tests.scoring.served_rows import Rows, Served, V  # noqa: E402
@@ -28,6 +29,7 @@ def test_scores_are_at_the_places_of_what_trains(
     mask = torch.cat([torch.zeros(START, dtype=torch.bool), TRAINED])
     rollout = Rollout(ids, mask, torch.full(ids.shape, torch.nan), "length", 0)
     given = torch.rand(len(TRAINED), V, generator=generator).argsort(dim=1)[:, :K]
+    monkeypatch.setattr(endpoint, "WINDOW_BYTES", 64)
     rows = Rows(3)
     with Served(rows) as served, closing(ServerScorer(served.url)) as scorer:
         facts = scorer.client.facts

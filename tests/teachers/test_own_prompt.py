@@ -58,20 +58,33 @@ def reference(folder: str, messages: list[dict[str, str]], rollout: Rollout, **m
     return logits[len(prompt) - 1 : -1].log_softmax(-1)
 
 
+OTHER = CHATML.replace("<|im_start|>", "<|im_end|>")
+"""A template that is not the teacher's tokenizer's."""
+
 ASKED = [
-    ({"chat_template": True}, [], "Question: {}\nAnswer:"),
-    ({"chat_template": True, "prompt_template": "{question}"}, [], "{}"),
-    ({"system": SYSTEM}, [{"role": "system", "content": SYSTEM}], "Question: {}\nAnswer:"),
+    ("teacher", {"chat_template": "t.jinja"}, "Question: {}\nAnswer:", OTHER),
+    ("student", {"chat_template": True, "prompt_template": "{question}"}, "{}", None),
+    ("full", {"system": SYSTEM}, "Question: {}\nAnswer:", None),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "before", "text"), ASKED)
+@pytest.mark.parametrize(
+    ("loss", "prompt", "text", "template"), ASKED, ids=["teacher", "student", "full"]
+)
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-@pytest.mark.parametrize("loss", ["teacher", "student", "full"])
 def test_scores_are_those_under_the_teachers_prompt(
-    pair: dict[str, Any], prompt: dict[str, Any], before: Any, text: str, backend: str, loss: str
+    pair: dict[str, Any],
+    loss: str,
+    prompt: dict[str, Any],
+    text: str,
+    template: str | None,
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The student's completion behind the teacher's own prompt, in whatever way it is asked."""
+    monkeypatch.chdir(tmp_path)
+    Path("t.jinja").write_text(OTHER)
     pair["teacher"] |= {"prompt": prompt, "backend": backend}
     size: dict[str, Any] = {"k": "full"} if loss == "full" else {"k": 8, "chosen_by": loss}
     kind = "generalized_jsd" if loss == "full" else "topk_reverse_kl"
@@ -91,10 +104,12 @@ def test_scores_are_those_under_the_teachers_prompt(
             chosen if by_student else None,
             engine.loss.reads_hidden_states,
         )
-    messages = [*before, {"role": "user", "content": text.format(problem.question)}]
+    messages = [{"role": "system", "content": SYSTEM}] * ("system" in prompt)
+    messages.append({"role": "user", "content": text.format(problem.question)})
+    more = {} if template is None else {"chat_template": template}
     for rollout, scores in zip(rollouts, found, strict=True):
         assert scores.start == rollout.start == len(asked)
-        rows = reference(pair["teacher"]["model"], messages, rollout)
+        rows = reference(pair["teacher"]["model"], messages, rollout, **more)
         sampled = rollout.token_ids[rollout.start :]
         expected = rows.gather(1, sampled.unsqueeze(1))[:, 0]
         torch.testing.assert_close(scores.ref_logprobs.double(), expected, atol=2e-5, rtol=0)
@@ -134,22 +149,6 @@ def test_teachers_with_different_prompts_keep_their_own(
         torch.testing.assert_close(one.double(), expected, atol=2e-5, rtol=0)
 
 
-def test_template_of_a_file_is_the_teachers(tmp_path: Path, pair: dict[str, Any]) -> None:
-    """Also where the teacher's tokenizer has another one, or none."""
-    template = CHATML.replace("<|im_start|>", "<|im_end|>")
-    (tmp_path / "t.jinja").write_text(template)
-    pair["teacher"]["prompt"] = {"chat_template": str(tmp_path / "t.jinja")}
-    with opened(pair) as engine:
-        problem, rollouts = sampled(engine)
-        assert engine.teachers is not None
-        (scores, _) = engine.teachers.score(rollouts, [problem] * 2, 0)
-    messages = [{"role": "user", "content": f"Question: {problem.question}\nAnswer:"}]
-    rows = reference(pair["teacher"]["model"], messages, rollouts[0], chat_template=template)
-    ids = rollouts[0].token_ids[rollouts[0].start :].unsqueeze(1)
-    expected = rows.gather(1, ids)[:, 0]
-    torch.testing.assert_close(scores.ref_logprobs.double(), expected, atol=2e-5, rtol=0)
-
-
 def test_teachers_answer_follows_the_students_prompt(pair: dict[str, Any]) -> None:
     """What the teacher writes under its own prompt trains behind the student's."""
     pair["teacher"]["prompt"] = {"chat_template": True}
@@ -173,15 +172,10 @@ def test_tape_keeps_answers_by_what_was_read(tmp_path: Path, pair: dict[str, Any
     with opened(pair) as engine:
         problem, rollouts = sampled(engine)
         assert engine.teachers is not None
-        first = engine.teachers.score(rollouts, [problem] * 2, 8)
-        assert engine.teachers.take_metrics() == {"tape/read": 0.0}
-    pair["teacher"]["tape_only"] = True
-    with opened(pair) as engine:
-        assert engine.teachers is not None
-        again = engine.teachers.score(rollouts, [problem] * 2, 8)
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one.teacher_logprobs, other.teacher_logprobs)
-    pair["teacher"]["prompt"] = {"system": SYSTEM}
+        for share in (0.0, 1.0):
+            engine.teachers.score(rollouts, [problem] * 2, 8)
+            assert engine.teachers.take_metrics() == {"tape/read": share}
+    pair["teacher"] |= {"tape_only": True, "prompt": {"system": SYSTEM}}
     with opened(pair) as engine, pytest.raises(ValueError, match="lacks 2 of 2"):
         assert engine.teachers is not None
         engine.teachers.score(rollouts, [problem] * 2, 8)
@@ -217,16 +211,14 @@ def test_chat_model_under_plain_prompts_is_a_warning(pair: dict[str, Any]) -> No
         for part in (slice(4), slice(4, None))
     ]
     assert shown == pytest.approx(expected, abs=0.006)
-    for said in (True, False):
-        pair["teacher"]["prompt"] = {"chat_template": said}
-        assert warnings(pair) == []
+    pair["teacher"]["prompt"] = {"chat_template": False}
+    assert warnings(pair) == []
 
 
 def test_long_prompt_of_the_teacher_has_room(tmp_path: Path, pair: dict[str, Any]) -> None:
     """The context is the student's; the teacher's engine has as much more as its prompts need."""
     pair["teacher"]["prompt"] = {"system": "Be brief. " * 40}
     pair["rollout"]["max_model_len"] = 60
-    assert warnings(pair) == []
     with opened(pair) as engine:
         problem, rollouts = sampled(engine)
         assert engine.teachers is not None
@@ -235,41 +227,13 @@ def test_long_prompt_of_the_teacher_has_room(tmp_path: Path, pair: dict[str, Any
     assert engine.context == 60 and room == len(rollouts[0].token_ids)
 
 
-def test_run_with_a_chat_teacher_trains_and_resumes(tmp_path: Path, pair: dict[str, Any]) -> None:
-    """The dry run, a run with evaluations, and its continuation."""
+def test_run_with_a_chat_teacher_trains(tmp_path: Path, pair: dict[str, Any]) -> None:
+    """With evaluations, whose teacher reads its own prompt too."""
     pair["teacher"]["prompt"] = {"chat_template": True, "prompt_template": "{question}"}
-    pair["trainer"]["steps"] = 2
-    assert run(tmp_path, pair, "--dry-run") == 0
     assert run(tmp_path, pair) == 0
-    assert run(tmp_path, pair, "--resume", "--set", "trainer.steps=3") == 0
 
 
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    [
-        ({"teacher": {"prompt": {"prompt_template": "Q:"}}}, r"\[teacher.prompt\].*question"),
-        ({"teacher": {"prompt": {"system": "x", "chat_template": False}}},
-         r"\[teacher.prompt\].*chat_template = false"),
-        ({"teacher": {"prompt": {"chat_template": "no.jinja"}}}, "teacher.prompt.*no.jinja"),
-    ],
-)  # fmt: skip
-def test_prompt_that_cannot_be_written_names_its_key(
-    tmp_path: Path,
-    pair: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    tables: dict[str, Any],
-    words: str,
-) -> None:
-    for name, table in tables.items():
-        pair[name] |= table
-    assert run(tmp_path, pair, "--dry-run") == 2
-    assert re.search(words, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "json"])
-def test_served_teacher_is_asked_with_its_own_prompt(
-    tmp_path: Path, pair: dict[str, Any], plugin: bool
-) -> None:
+def test_served_teacher_is_asked_with_its_own_prompt(pair: dict[str, Any]) -> None:
     """A server's scores are those of its model in this process, under the same prompt."""
     pytest.importorskip("fastapi", reason="vLLM's server is not installed")
     from tests.faults.server import SpoilingServer
@@ -279,7 +243,7 @@ def test_served_teacher_is_asked_with_its_own_prompt(
         problem, rollouts = sampled(engine)
         assert engine.teachers is not None
         expected = engine.teachers.score(rollouts, [problem] * 2, 8)
-    with SpoilingServer(Path(pair["teacher"]["model"]), plugin=plugin) as server:
+    with SpoilingServer(Path(pair["teacher"]["model"]), plugin=True) as server:
         pair["teacher"]["url"] = server.url
         with opened(pair) as engine:
             assert engine.teachers is not None

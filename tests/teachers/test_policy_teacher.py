@@ -11,20 +11,6 @@ from prime_composer.teachers.policy import PolicyTeacher
 from tests.local.helpers import PROBLEM, SOURCES, Letters, rollout, sample
 
 
-def test_reference_hint_is_in_the_teachers_prompt(
-    student: tuple[Any, Any],
-) -> None:
-    model, tokenizer = student
-    teacher = PolicyTeacher(
-        PolicyTeacherConfig(template="{question} Hint: {hint}"), SOURCES, model, tokenizer
-    )
-    text = tokenizer.decode(teacher.prompt(PROBLEM, PROBLEM.answer))
-    assert (
-        text
-        == "Question: Ada has 2 apples and buys 3 more. How many? Hint: 2 + 3 = 5\n#### 5\nAnswer:"
-    )
-
-
 def test_braces_in_question_hint_and_attempt_are_kept(student: tuple[Any, Any]) -> None:
     config = PolicyTeacherConfig(template="{question}|{hint}|{attempt}")
     teacher = PolicyTeacher(

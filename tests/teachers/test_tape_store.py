@@ -1,10 +1,7 @@
 """The files of a tape: half written, damaged, full, and written by several processes at once."""
 
-import errno
 import random
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +12,6 @@ import pytest
 from prime_composer.teachers.tape import store as store_module
 from prime_composer.teachers.tape.store import (
     FILES,
-    FORMAT,
     HEADER_FILE,
     Note,
     Record,
@@ -110,15 +106,6 @@ def test_store_damaged_answer_is_never_read(cut: bool, tmp_path: Path) -> None:
         lost = {key for key, content in read.items() if content is None}
         assert lost and told and inspect(tmp_path).damage
         assert all(read[key] == right[key] for key in right.keys() - lost)
-
-
-def test_store_leaves_out_what_another_has_added(tmp_path: Path) -> None:
-    """Between two looks at the folder. The answer that was first is that of both."""
-    with opened(tmp_path) as first, opened(tmp_path) as second:
-        first.add([record("a")])
-        second.add([record("a", b"later"), record("b")])
-        assert second.get("a") == b"answer a 4"
-    assert inspect(tmp_path).kinds[("top K", 4, False)]["answers"] == 2
 
 
 WRITER = """
@@ -230,24 +217,6 @@ def test_store_counts_what_killed_writers_left(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("answers-*")]) == 1
 
 
-def test_store_that_cannot_be_begun_names_its_folder(tmp_path: Path) -> None:
-    """A file in the folder's place is the system's error, with the path."""
-    (tmp_path / "tape").write_text("")
-    with pytest.raises(OSError) as error:
-        Store(tmp_path / "tape", print)
-    assert error.value.errno == errno.EEXIST and str(tmp_path) in str(error.value)
-
-
-def test_store_header_is_the_first_ones(tmp_path: Path) -> None:
-    store = Store(tmp_path, print)
-    header = store.begin(HEADER)
-    assert header == {"format": FORMAT, **HEADER} == store.begin({"model": "another"})
-    assert [path.name for path in tmp_path.glob("*")] in (
-        [HEADER_FILE, "lock"],
-        ["lock", HEADER_FILE],
-    )
-
-
 def test_store_of_another_format_is_refused(tmp_path: Path) -> None:
     """As of an older version, whose files it could not read."""
     (tmp_path / HEADER_FILE).write_text('{"format": 1}')
@@ -255,17 +224,3 @@ def test_store_of_another_format_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TapeError, match=r"format 1, .*make it again") as error:
             Store(tmp_path, print, limit)
         assert str(tmp_path) in str(error.value)
-
-
-def test_store_is_read_without_torch(tmp_path: Path) -> None:
-    """``prime-rl tape check`` takes no time."""
-    with opened(tmp_path) as store:
-        store.add([record("a")])
-    program = (
-        "import sys; from prime_composer.cli.commands import main; "
-        f"status = main(['tape', 'check', {str(tmp_path)!r}]); "
-        "sys.exit(status or int('torch' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "top K, K = 4: 1 answers, 3 tokens" in done.stdout
