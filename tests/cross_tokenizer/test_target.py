@@ -43,6 +43,7 @@ class Toy:
             yield ids
 
 
+@cache
 def toy(
     seed: int,
     *,
@@ -84,7 +85,7 @@ def toy(
 
 
 @pytest.mark.parametrize("words", [True, False])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_brute_force_lies_between_what_is_certain_and_what_is_open(
     seed: int, words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,8 +94,15 @@ def test_brute_force_lies_between_what_is_certain_and_what_is_open(
     assert bounded(toy(seed, words=words), seed) > 30
 
 
-@pytest.mark.parametrize("leads", [("", ""), (" ", ""), ("", " "), (" ", " ")])
-@pytest.mark.parametrize("signs", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("signs", "leads"),
+    [
+        ((True, False), ("", "")),
+        ((True, False), (" ", "")),
+        ((False, True), ("", " ")),
+        ((True, True), (" ", " ")),
+    ],
+)
 def test_brute_force_bounds_sentencepiece_and_leads(
     signs: tuple[bool, bool], leads: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +206,7 @@ def test_equal_tokenizers_give_the_teachers_own_probabilities() -> None:
 
 
 def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
-    this = toy(2, words=False)
+    this = toy(1, words=False)
     student = random_tokenizer(0, ALPHABET, 0, words=False)
     pair = TokenizerPair(
         this.teacher.tokens, student, [this.teacher.end], len(student.of_id) - 1, []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.backends.hf_model import load_student
-from prime_composer.backends.protocols import Rollout
+from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.contract import Scores
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.collect import Clock, Collector, Weights
@@ -125,6 +125,25 @@ def run(
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
     return train(recipe, problems, paths, run_dir, display or Silent(), resume=checkpoint)
+
+
+class Narrow:
+    """A teacher's scorer with a smaller window, which records the lengths that it reads."""
+
+    gives_any_ids = True
+
+    def __init__(self, scorer: Any, window: int):
+        self.scorer, self.sampler = scorer, scorer.sampler
+        self.limits = Limits(window, scorer.limits.vocab_size, scorer.limits.max_logprobs)
+        self.lengths: list[int] = []
+
+    def score(self, rollouts: Any, *arguments: Any, **options: Any) -> list[Scores]:
+        self.lengths += [len(rollout.token_ids) for rollout in rollouts]
+        assert all(length < self.limits.max_model_len for length in self.lengths)
+        return self.scorer.score(rollouts, *arguments, **options)
+
+    def close(self) -> None:
+        self.scorer.close()
 
 
 def opened(raw: dict[str, Any], **how: Any) -> Engine:

@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local.opening import teacher_spec
 from prime_composer.local.requirements import check_libraries, local_models
 from prime_composer.recipe.loading import RecipeError, parse_recipe
-from prime_composer.samplers.registry import open_sampler
-from prime_composer.teachers.registry import open_scorer
-from prime_composer.upstream.export import export_recipe
-from tests.builders import student_spec
 from tests.command import CLI, numbers, toml
 from tests.fork_server import ForkServer
 from tests.local.helpers import Silent, copy_first_half, run
@@ -39,20 +34,6 @@ def write(tmp_path: Path, source: str) -> None:
     (tmp_path / "bad.py").write_text(textwrap.dedent(source))
 
 
-def test_outside_sampler_trains_and_resumes(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """A run has the numbers of the sampler that it wraps, and so has a resumed one."""
-    display = Silent()
-    raw = tiny_recipe(rollout__backend=QUEUE, teacher__backend="transformers")
-    run(raw, tmp_path / "whole", display)
-    assert any(text.startswith("my_sampler loads ") for text in display.texts)
-    whole = numbers(tmp_path / "whole")
-    run(tiny_recipe(), tmp_path / "wrapped")
-    assert numbers(tmp_path / "wrapped") == whole
-    copy_first_half(tmp_path / "whole", tmp_path / "cut")
-    run(raw, tmp_path / "cut", resume=True)
-    assert numbers(tmp_path / "cut") == whole
-
-
 SCORER = """
     from prime_composer.teachers.transformers import TransformersScorer
 
@@ -66,13 +47,20 @@ SCORER = """
 """
 
 
-def test_outside_scorer_is_a_teacher(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_outside_sampler_and_scorer_train_and_resume(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A run has the numbers of those that they wrap, and so has a resumed one."""
     write(tmp_path, SCORER)
     display = Silent()
-    run(tiny_recipe(teacher__backend="bad:Mine"), tmp_path / "mine", display)
+    raw = tiny_recipe(rollout__backend=QUEUE, teacher__backend="bad:Mine")
+    run(raw, tmp_path / "whole", display)
+    assert any(text.startswith("my_sampler loads ") for text in display.texts)
     assert "bad opens [teacher]" in display.texts
+    whole = numbers(tmp_path / "whole")
     run(tiny_recipe(), tmp_path / "wrapped")
-    assert numbers(tmp_path / "mine") == numbers(tmp_path / "wrapped")
+    assert numbers(tmp_path / "wrapped") == whole
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    run(raw, tmp_path / "cut", resume=True)
+    assert numbers(tmp_path / "cut") == whole
 
 
 METHODS = "    def generate(self): ...\n    def update_weights(self): ...\n"
@@ -82,18 +70,14 @@ METHODS = "    def generate(self): ...\n    def update_weights(self): ...\n"
     ("source", "name", "message"),
     [
         (None, "vlm", "unknown backend 'vlm'; did you mean vllm?"),
-        (None, "bad:", "name one of your own as 'my_package.my_module:"),
         (None, "no_such:X", "module 'no_such' cannot be imported .*PYTHONPATH"),
-        ("1 / 0", "bad:X", "module 'bad' cannot be imported .*ZeroDivisionError"),
         ("", "bad:X", "'X' is no class or function of 'bad'"),
-        ("X = 3", "bad:X", "'X' is no class or function of 'bad'"),
         (f"class X:\n{METHODS}", "bad:X", "reached at the `url` of its table: set X.serves to"),
         (
             f"class X:\n    serves = False\n{METHODS}",
             "bad:X",
             "refuses a context .*: set X.within_positions to True or False",
         ),
-        (f"class X:\n    serves = 'no'\n{METHODS}", "bad:X", "set X.serves to True or False"),
     ],
 )
 def test_recipe_refuses_what_is_no_sampler(
@@ -131,32 +115,6 @@ def test_teacher_does_not_take_over_an_outside_sampler(tiny_recipe: Raw) -> None
         ValueError, match=r"is the student's sampler, and a teacher or \[reference\] has none"
     ):
         check_libraries(recipe)
-
-
-def test_function_that_opens_no_sampler_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        """
-        def opens(spec, status):
-            status("opened")
-            return []
-        opens.serves = opens.within_positions = False
-        """,
-    )
-    recipe = parse_recipe(tiny_recipe(rollout__backend="bad:opens", teacher__backend="bad:opens"))
-    student = student_spec(recipe)
-    with pytest.raises(ValueError, match=r"\[rollout\] backend = 'bad:opens' .* no sampler"):
-        open_sampler(student)
-    spec = teacher_spec(recipe.teacher, student, "m", samples=False, table="teacher")
-    with pytest.raises(ValueError, match=r"\[teacher\] backend = 'bad:opens' .* no scorer"):
-        open_scorer(spec)
-
-
-def test_outside_sampler_is_not_carried_to_prime_rl(tiny_recipe: Raw) -> None:
-    raw = tiny_recipe(rollout__backend=QUEUE, teacher={"model": "m", "url": "http://a:1"})
-    raw["student"] = {"model": "m"}
-    export = export_recipe(parse_recipe(raw), "head")
-    assert export.not_carried["rollout.backend"] == "prime-rl samples with vLLM"
 
 
 def test_outside_sampler_is_checked_by_the_command_line(

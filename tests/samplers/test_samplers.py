@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.lora.adapter import LoraAdapter
 from prime_composer.backends.lora.views import is_adapted
-from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
+from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm import VLLMSampler, can_load_again
 from prime_composer.recipe.model import LoraConfig
-from prime_composer.samplers.transformers import TransformersSampler, processed_logprobs
+from prime_composer.samplers.transformers import TransformersSampler
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -30,13 +29,6 @@ def sampler(request, models):
 
 def completion_positions(rollout):
     return range(rollout.start, len(rollout.token_ids))
-
-
-def test_sampler_reports_its_limits(sampler):
-    """Every sampler fulfils the protocol, and its limits are those of model and settings."""
-    assert isinstance(sampler, Sampler)
-    assert sampler.limits.max_model_len == 320 and sampler.limits.vocab_size == 131
-    assert isinstance(sampler.limits, Limits)
 
 
 def test_generate_returns_groups_in_prompt_order(sampler):
@@ -116,10 +108,6 @@ def test_generate_stops_at_eos_or_truncates(sampler):
             assert ends == [len(ids) - 1]
         else:
             assert ends == [] and len(ids) == 12
-
-
-def test_eos_ids_are_read_from_the_model_directory(models):
-    assert read_eos_token_ids(models.tied) == (1,)
 
 
 def test_same_seed_same_rollouts_global_rng_untouched(sampler):
@@ -236,28 +224,6 @@ def test_sampler_keeps_its_weights_while_training_moves_on(sampler, tied_model):
 def test_generate_refuses_an_unusable_prompt(sampler, prompts, max_tokens, message):
     with pytest.raises(ValueError, match=message):
         sampler.generate(prompts, SamplingParams(max_tokens=max_tokens), seed=0)
-
-
-def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    nucleus = processed_logprobs(logits, 1.0, 0.8).exp()
-    torch.testing.assert_close(nucleus, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
-    assert processed_logprobs(logits, 1.0, 0.01).exp().tolist() == [[1.0, 0.0, 0.0, 0.0]]
-    torch.testing.assert_close(
-        processed_logprobs(logits, 0.5, 1.0).exp(),
-        torch.tensor([[0.25, 0.09, 0.0225, 0.0025]]) / 0.365,
-    )
-
-
-def test_transformers_sampler_refuses_use_after_close(models):
-    """A closed sampler says so; a model in memory needs its EOS ids."""
-    sampler = TransformersSampler(models.tied)
-    sampler.close()
-    sampler.close()
-    with pytest.raises(ValueError, match="closed"):
-        sampler.generate([[4]], SamplingParams(max_tokens=1), seed=0)
-    with pytest.raises(ValueError, match="needs eos_token_ids"):
-        TransformersSampler(models.tied_model)
 
 
 @pytest.mark.vllm

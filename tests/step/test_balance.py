@@ -34,7 +34,7 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [12, 24, 1000])
+@pytest.mark.parametrize("micro_batch_tokens", [12, 1000])
 @pytest.mark.parametrize("by", ["sequence", "environment"])
 def test_balanced_gradient_is_that_of_a_mean_of_means(
     student: tuple[Any, Any], by: str, micro_batch_tokens: int
@@ -73,8 +73,9 @@ def test_shares_of_a_step_are_counted_by_environment() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["topk_forward_kl", "generalized_jsd"])
-@pytest.mark.parametrize("micro_batch_tokens", [1, 1000])
+@pytest.mark.parametrize(
+    ("name", "micro_batch_tokens"), [("topk_forward_kl", 1), ("generalized_jsd", 1000)]
+)
 def test_kl_of_a_step_is_measured_by_environment(
     student: tuple[Any, Any], name: str, micro_batch_tokens: int
 ) -> None:

@@ -84,38 +84,6 @@ def test_repeated_tokens_are_those_of_a_search_by_hand(limits):
     assert loops > 20
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [
-        ([7, 8, 9] + [1, 2] * 8, 14),
-        ([7, 8, 9] + [1, 2] * 7 + [1], 0),  # 15 tokens are too few
-        ([1] * 16, 15),
-        ([1] * 16 + [2], 0),  # it stopped
-    ],
-)
-def test_repeated_tokens_begin_after_the_first_copy(ids, expected):
-    assert repeated_tokens(sample(ids, [-1.0] * len(ids)).rollout) == expected
-
-
-def test_collapse_of_a_prompt_that_repeats_is_none():
-    """The prompts 50, 51 of equal rollouts, and what came before an answer, are no answers."""
-    one = sample([51] * 3, [-1.0] * 3)
-    assert collapse_metrics([one, one, one])["rollout/repeated"] == 0
-
-
-def test_collapse_reads_the_last_answer_of_a_conversation():
-    one = sample(LOOP, [-0.5] * 21, "length")
-    longer = Rollout(
-        torch.cat([one.rollout.token_ids, torch.tensor([7, 8])]),
-        torch.cat([one.rollout.loss_mask, torch.tensor([False, False])]),
-        torch.cat([one.rollout.inference_logprobs, torch.tensor([NAN, NAN])]),
-        "length",
-        0,
-    )
-    metrics = collapse_metrics([replace(one, rollout=longer)])
-    assert metrics["rollout/repeated_tokens"] == 18 / 21 and metrics["rollout/entropy"] == 0.5
-
-
 def test_collapse_leaves_out_what_the_student_did_not_sample():
     given = sample(LOOP, [NAN] * 21)
     assert collapse_metrics([given]) == end_metrics([given]) == {}

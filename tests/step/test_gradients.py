@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from prime_composer.backends.hf_model import load_student
 from prime_composer.contract import Mean, Scores
-from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.batch import Batch, Sample
@@ -21,7 +19,7 @@ from prime_composer.step.gradients import (
     prepare_micro_batches,
 )
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import PROBLEM, VOCAB, opened, random_samples, run, tiny_models
+from tests.local.helpers import PROBLEM, VOCAB, opened, random_samples, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 4), (6, 1)]
@@ -137,20 +135,3 @@ def test_metrics_are_averaged_by_what_they_count() -> None:
     # (3 * 1 + 1 * 5) / 4 tokens, (4 * 2 + 1 * 7) / 5 of those that are left
     assert averages.result() == {"kl": 2.0, "left": 3.0}
     assert not averages.empty
-
-
-def test_compose_trains_its_channels_together(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """The step's loss is the weighted sum of what the channels log."""
-    raw = tiny_recipe(
-        loss={
-            "type": "compose",
-            "rl": {"weight": 1.0},
-            "distillation": {"near": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 4}}},
-        },
-        rollout__group_size=2,
-        trainer={"steps": 2, "batch_size": 4},
-    )
-    run(raw, tmp_path / "run")
-    record = read_metrics(tmp_path / "run")[2]
-    expected = 1.0 * record["compose/rl/loss"] + 0.5 * record["compose/near/loss"]
-    assert record["loss"] == pytest.approx(expected, abs=1e-5)

@@ -8,20 +8,15 @@ import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.protocols import Limits
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.opening import open_engine
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.step.batch import Sample
-from prime_composer.step.overflow import Rule, fit
-from prime_composer.tiny_models.cache import prepare_models
-from tests.local.helpers import collect, run
+from prime_composer.step.overflow import fit
+from tests.local.helpers import Narrow, collect, open_run, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -30,13 +25,6 @@ def sample(prompt: int = 3, completion: int = 5) -> Sample:
     logprobs = [-0.1 * (i + 1) for i in range(completion)]
     rollout = make_rollout([7] * prompt, [9] * completion, logprobs, "length", 0)
     return Sample(rollout, Problem("q", "#### 1"), "text", 1.0, 0.5)
-
-
-@pytest.mark.parametrize("rule", ["error", "score_head", "drop"])
-def test_sample_that_fits_stays_as_it_is(rule: Rule) -> None:
-    one = sample()
-    assert fit(one, 3, 8, rule) is one
-    assert fit(one, 3, 7, "error") is one
 
 
 def test_head_keeps_what_the_teacher_can_read() -> None:
@@ -56,41 +44,12 @@ def test_hint_takes_room_from_the_completion() -> None:
     assert head is not None and head.length == 3 + 2
 
 
-@pytest.mark.parametrize(("before", "rule"), [(3, "drop"), (6, "score_head"), (9, "score_head")])
-def test_sample_without_room_for_a_token_is_dropped(before: int, rule: Rule) -> None:
-    assert fit(sample(), before, 6, rule) is None
-
-
-class Narrow:
-    """A teacher's scorer with a smaller window."""
-
-    gives_any_ids = True
-
-    def __init__(self, scorer: Any, window: int):
-        self.scorer = scorer
-        self.limits = Limits(window, scorer.limits.vocab_size, scorer.limits.max_logprobs)
-        self.sampler = scorer.sampler
-        self.lengths: list[int] = []
-
-    def score(self, rollouts: Any, *arguments: Any, **_: Any) -> Any:
-        self.lengths += [len(rollout.token_ids) for rollout in rollouts]
-        if any(length >= self.limits.max_model_len for length in self.lengths):
-            raise ValueError("does not fit")
-        return self.scorer.score(rollouts, *arguments)
-
-    def close(self) -> None:
-        self.scorer.close()
-
-
 @pytest.fixture
 def narrow(tiny_recipe: Raw) -> Iterator[Callable[..., tuple[Recipe, Engine, Narrow]]]:
     engines = []
 
     def make(rule: str, window: int) -> tuple[Recipe, Engine, Narrow]:
-        recipe = parse_recipe(tiny_recipe(teacher__on_overflow=rule))
-        problems = load_problem_set(recipe.sources)
-        paths = prepare_models(recipe, problems)
-        engine = open_engine(recipe, problems, paths, lambda text: None)
+        recipe, engine = open_run(tiny_recipe(teacher__on_overflow=rule))
         engines.append(engine)
         assert engine.teachers is not None
         scorer = Narrow(engine.teachers.scorers[TeacherId()], window)
@@ -134,15 +93,9 @@ def test_step_leaves_out_what_does_not_fit(narrow: Any) -> None:
     assert metrics["rollout/teacher_dropped"] == dropped / len(whole.samples) > 0
 
 
-def test_error_is_the_scorers_own(narrow: Any) -> None:
-    with pytest.raises(ValueError, match="does not fit"):
-        collected(narrow("error", 10))
-
-
-@pytest.mark.parametrize("rule", ["score_head", "drop"])
-def test_evaluation_counts_what_was_scored(rule: str, narrow: Any) -> None:
+def test_evaluation_counts_what_was_scored(narrow: Any) -> None:
     """The KL is a mean over the tokens that the teacher could read."""
-    recipe, engine, scorer = narrow(rule, 10)
+    recipe, engine, scorer = narrow("score_head", 10)
     evaluation = Evaluator(engine, recipe)
     problems = engine.problems.problem_set.held_out[:4]
     measured = evaluation._divergence_sums(engine.teachers, problems)
