@@ -15,7 +15,8 @@ from prime_composer.full_vocabulary.heads import check
 from tests.builders import LargestTensor
 
 N, D, D_TEACHER, V = 7, 5, 3, 37
-BLOCKS = [(1, 1), (3, 10), (7, 37), (1000, 1000)]
+BLOCKS = [(1, 37, 6), (3, 10, 0), (3, 10, 6)]
+"""Rows, ids and padding of the student: one row, an edge at the common ids, edges anywhere."""
 FLOOR = math.log(1e-7)
 
 
@@ -276,7 +277,7 @@ def test_large_logits_do_not_overflow():
     torch.testing.assert_close(value, torch.tensor([math.log(2)]))
 
 
-@pytest.mark.parametrize("gap", [60.0, 95.0, 300.0, 2000.0])
+@pytest.mark.parametrize("gap", [95.0, 2000.0])
 @pytest.mark.parametrize("padded", ["student", "teacher"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_padding_far_above_the_common_ids_equals_float64(objective, padded, gap):
@@ -320,49 +321,19 @@ def test_only_the_wanted_gradients_are_computed():
     assert not reverse_kl(dataclasses.replace(two, student=frozen)).requires_grad
 
 
-@pytest.mark.parametrize(
-    "change,message",
-    [
-        ({"teachers": ()}, r"0 teacher\(s\) with no weights"),
-        ({"teacher": (5, 3, 3)}, "teacher has 5 rows and the student 4"),
-        ({"weights": (4, 1)}, r"1 teacher\(s\) with weights of shape \(4, 1\)"),
-        ({"dtype": torch.float32}, "torch.float64 and its head is torch.float32"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"bias": 3}, "9 rows and a bias of 3"),
-    ],
-)
-def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
-    # The check itself, and instances without their own: with the shapes executed, as in these
-    # tests, jaxtyping speaks before it.
-    def side(n, d, d_head, dtype=torch.float64, bias=None):
-        values = {"hidden": torch.zeros(n, d).double(), "weight": torch.zeros(9, d_head).to(dtype)}
-        built = object.__new__(Logits)
-        built.__dict__.update(values, bias=None if bias is None else torch.zeros(bias))
-        return built
-
+def test_a_teacher_with_other_rows_is_refused():
+    """By the check itself: with the shapes executed, as in these tests, jaxtyping speaks before."""
     two = object.__new__(TwoHeads)
     two.__dict__.update(
-        student=side(*change.get("student", (4, 5, 5)), bias=change.get("bias")),
-        teachers=change.get("teachers", (side(*change.get("teacher", (4, 3, 3)),
-                                              change.get("dtype", torch.float64)),)),
-        teacher_weights=torch.zeros(change["weights"]) if "weights" in change else None,
-        temperature=change.get("temperature", 1.0),
-        mask=None,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=message):
+        student=logits(0), teachers=(logits(1, n=N + 1),), teacher_weights=None, temperature=1.0
+    )
+    with pytest.raises(ValueError, match="teacher has 8 rows and the student 7"):
         check(two)
 
 
-@pytest.mark.parametrize(
-    "ids,message",
-    [([[9]] * N, "reach from 9 to 9, and the smallest head .* of 9"), ([[1]], "1 rows for 7")],
-)
-def test_ids_that_a_head_lacks_are_refused(ids, message):
-    with pytest.raises(ValueError, match=message):
-        # Without the wrapper that executes shapes, which speaks before.
-        getattr(teacher_logprobs, "__wrapped__", teacher_logprobs)(
-            heads(None, logits(1, v=9)), torch.tensor(ids)
-        )
+def test_ids_that_a_head_lacks_are_refused():
+    with pytest.raises(ValueError, match="reach from 9 to 9, and the smallest head .* of 9"):
+        teacher_logprobs(heads(None, logits(1, v=9)), torch.tensor([[9]] * N))
 
 
 def test_all_rows_masked_with_several_teachers_give_zero():
@@ -393,7 +364,7 @@ def value_and_gradients(divergence, two) -> list[Tensor]:
     return [value, *torch.autograd.grad(value, leaves(two), incoming)]
 
 
-@pytest.mark.parametrize("setting", ["plain", "bias, cap and scale", "three teachers"])
+@pytest.mark.parametrize("setting", ["bias, cap and scale", "three teachers"])
 @pytest.mark.parametrize("name", EVERY)
 def test_any_divergence_is_the_function_of_log_probs(name, setting):
     """By a kernel and by token blocks, in the words of ``prime_composer.divergences``."""
@@ -407,16 +378,14 @@ def test_any_divergence_is_the_function_of_log_probs(name, setting):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("padding", [0, 6])
-@pytest.mark.parametrize("sizes", BLOCKS)
+@pytest.mark.parametrize("rows,chunk,padding", BLOCKS)
 @pytest.mark.parametrize("name", EVERY)
-def test_blocks_change_no_number(name, sizes, padding, monkeypatch):
+def test_blocks_change_no_number(name, rows, chunk, padding, monkeypatch):
     """A result is the same whatever the blocks, up to the rounding of float64 sums."""
     student, ours = logits(0, v=V + padding, softcap=4.0), asked(name, **EVERY[name])
     two = heads(student, logits(1, d=D_TEACHER))
     expected = value_and_gradients(ours, two)
-    rows, chunk = sizes
-    monkeypatch.setitem(blocks.BLOCKS, "cpu", sizes)
+    monkeypatch.setitem(blocks.BLOCKS, "cpu", (rows, chunk))
     monkeypatch.setitem(general.TOKENS, "cpu", rows)
     monkeypatch.setitem(general.CHUNK, "cpu", chunk)
     monkeypatch.setitem(general.CACHED, "cpu", 2 * rows * V)
