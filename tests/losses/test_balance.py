@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
@@ -26,11 +25,9 @@ def step_loss(balance: Balance) -> float:
     "balance,expected",
     [
         ({"by": "token"}, (3 + 12 + 5 + 5) / 20),
-        ({"by": "token", "weights": {"short": 3.0}}, (3 * 15 + 10) / (3 * 5 + 15)),
         ({"by": "sequence"}, (3 + 3 + 1 + 0.5) / 4),
         ({"by": "sequence", "weights": {"long": 2.0}}, (3 + 3 + 2 * 1.5) / (2 + 2 * 2)),
         ({"by": "environment"}, (15 / 5 + 10 / 15) / 2),
-        ({}, (15 / 5 + 10 / 15) / 2),
         ({"weights": {"short": 0.5}}, (0.5 * 15 / 5 + 10 / 15) / 1.5),
     ],
 )
@@ -85,15 +82,3 @@ def test_balance_scales_both_parts_of_an_rl_mix(kd):
         gradients.append(inputs.trainer_logprobs.grad.tolist())
     balanced, plain = gradients
     assert balanced == pytest.approx([2 * plain[0], 0, 0.5 * plain[2]]) and all(plain[::2])
-
-
-@pytest.mark.parametrize(
-    "balance,message",
-    [
-        ({"by": "tokens"}, "'token', 'sequence' or 'environment'"),
-        ({"weights": {"a": 0}}, "greater than 0"),
-    ],
-)
-def test_balance_that_makes_no_sense_is_refused(balance, message):
-    with pytest.raises(ValidationError, match=message):
-        Balance.model_validate(balance)

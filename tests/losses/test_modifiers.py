@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
@@ -25,10 +24,9 @@ def packed(seed=0, seq=60) -> LossInputs:
 
 
 @pytest.mark.parametrize("one_sequence", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_first_occurrence_is_removed_in_every_sequence(seed, one_sequence):
+def test_the_first_occurrence_is_removed_in_every_sequence(one_sequence):
     """Of each id, the first trained token of each sequence leaves the mask."""
-    inputs = packed(seed)
+    inputs = packed()
     if one_sequence:
         inputs = dataclasses.replace(inputs, segment_ids=None)
     seen, expected = set(), inputs.loss_mask.clone()
@@ -68,17 +66,6 @@ def test_a_removed_token_may_be_impossible_for_the_teacher():
     out.loss.backward()
     assert out.loss.isfinite() and inputs.trainer_logprobs.grad.isfinite().all()
     assert inputs.trainer_logprobs.grad[first] == 0
-
-
-def test_removing_tokens_equals_weights_of_zero():
-    inputs = packed()
-    kept, _ = SpecialTokenMask(ids=(2,)).apply(inputs)
-    weights = torch.where(kept.loss_mask, 1.0, 0.0).double()
-    loss = lambda i, **k: setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](**k))(i).loss  # noqa: E731
-    removed = loss(inputs, special_tokens={"ids": [2]})
-    assert removed.item() == pytest.approx(
-        loss(dataclasses.replace(inputs, loss_weights=weights)).item(), rel=1e-12
-    )
 
 
 class Tokenizer:
@@ -122,32 +109,13 @@ def test_what_is_not_one_token_is_refused():
         with_token_ids(
             LOSS_TYPES["topk_reverse_kl"](special_tokens={"strings": ["two words"]}), Tokenizer()
         )
-    with pytest.raises(ValidationError, match="names no token"):
-        LOSS_TYPES["topk_reverse_kl"](special_tokens={})
     with pytest.raises(ValueError, match="not resolved"):
         SpecialTokenMask(strings=("<think>",)).apply(packed())
 
 
-def test_position_weights_return_the_recorded_numbers():
-    # Recorded from trl's IW-OPD. a = log q - log mu = (-.3, .7, masked, -1) and
-    # w = 1 + .5 (1 - (0, .3, 1., 1.)/2).
-    t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
-    inputs = LossInputs(
-        trainer_logprobs=t(-0.5, -1.2, -0.1, -2.0),
-        inference_logprobs=t(-0.6, -1.0, -0.1, -1.5),
-        ref_logprobs=t(-0.9, -0.3, -4.0, -2.5),
-        advantages=None,
-        loss_mask=torch.tensor([True, True, False, True]),
-    )
-    out, metrics = PositionWeights().apply(inputs)
-    assert out.loss_weights.tolist() == pytest.approx([1.5, 1.425, 1.25, 1.25])
-    assert metrics["position_weights/mean"].item() == pytest.approx((1.5 + 1.425 + 1.25) / 3)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_position_weights_multiply_given_weights_by_sequence(seed):
+def test_position_weights_multiply_given_weights_by_sequence():
     """Position weights go by sequence and multiply what is there."""
-    inputs = packed(seed)
+    inputs = packed()
     given = torch.rand(60, dtype=torch.float64)
     out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
     for segment in inputs.segment_ids.unique():

@@ -80,30 +80,22 @@ def test_the_example_is_the_huber_loss_by_hand():
 def contract(
     tmp_path_factory: pytest.TempPathFactory, torch_forks: ForkServer
 ) -> dict[str, dict[str, str]]:
-    """Module of a loss -> case of the contract suite -> outcome, for five losses in one run.
+    """Module of a loss -> case of the contract suite -> outcome, for both losses in one run.
 
-    Every case of the example, and for the others those that tell.
+    Every case of the example, and of its broken copy those that tell.
     """
     folder = tmp_path_factory.mktemp("losses")
     example = (EXAMPLES / "my_loss.py").read_text()
     broken = example.replace("loss=per_token.sum()", "loss=per_token.mean()")
     assert broken != example
     (folder / "broken_loss.py").write_text(broken.replace("my_loss:huber", "broken_loss:huber"))
-    (folder / "moving.py").write_text(SCHEDULED)
-    (folder / "far.py").write_text(FAR)
     words = ["-m", "pytest", "-vv", "-n", "0", "-p", "no:cacheprovider", "tests/test_contract.py"]
-    losses = ("my_loss:huber", "broken_loss:huber", "moving:fn", "far:by_rows", "far:by_tensors")
-    for loss in losses:
+    for loss in ("my_loss:huber", "broken_loss:huber"):
         words += ["--loss", loss]
-    words += [
-        "-k",
-        "my_loss or sum_of_its_sequences or far or moving and (survives or weights_scale)",
-    ]
+    words += ["-k", "my_loss or sum_of_its_sequences"]
     env = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{folder}"}
     done = torch_forks.run(*words, cwd=REPO, env=env)
-    outcomes: dict[str, dict[str, str]] = {
-        name: {} for name in ("my_loss", "broken_loss", "moving", "far")
-    }
+    outcomes: dict[str, dict[str, str]] = {"my_loss": {}, "broken_loss": {}}
     for line in done.stdout.splitlines():
         case = re.match(r"tests/test_contract\.py::(\w+)\[(\w+):(\S*).*\] ([A-Z]+)", line)
         if case is not None:
@@ -117,13 +109,6 @@ def test_the_contract_suite_runs_on_the_example(contract):
     """Every case is a case of this loss: three examples of it, and none skipped."""
     assert len(contract["my_loss"]) >= 40
     assert set(contract["my_loss"].values()) == {"PASSED"}
-
-
-def test_the_contract_suite_runs_over_whole_vocabularies(contract):
-    """On two outside losses, each with a support and with hidden states."""
-    full = {case: outcome for case, outcome in contract["far"].items() if "k=full" in case}
-    assert len(full) >= 20
-    assert set(contract["far"].values()) == {"PASSED"}
 
 
 def test_the_contract_suite_fails_a_loss_that_breaks_it(contract):
@@ -144,32 +129,6 @@ def test_an_outside_loss_works_wherever_a_loss_is_parsed():
         adapter.validate_python({"loss": {"type": "my_loss:huber", "delt": 0.5}})
     assert error.value.errors()[0]["loc"] == ("loss", "delt")
     assert error.value.errors()[0]["type"] == "extra_forbidden"
-
-
-def test_an_outside_loss_is_a_channel_of_compose_and_of_rl_mix():
-    channel = {"weight": 0.5, "loss": {"type": "my_loss:huber", "delta": 0.2}}
-    config = parse_loss({"type": "compose", "distillation": {"near": channel}})
-    assert config.needs == {"ref_logprobs", "advantages"}
-    inputs = packed_inputs(config)
-    out = setup(config)(inputs)
-    alone = setup(parse_loss(channel["loss"]))(inputs)
-    rl = setup(parse_loss({"type": "default"}))(inputs)
-    assert out.loss.item() == pytest.approx((0.5 * alone.loss + rl.loss).item(), rel=1e-12)
-    assert torch.equal(out.metrics["compose/near/gap"], alone.metrics["my_loss:huber/gap"])
-
-    mixed = parse_loss({"type": "my_loss:huber", "delta": 0.2, "rl_mix": {"kd": 0.25}})
-    out = setup(mixed)(inputs)
-    assert out.loss.item() == pytest.approx((0.25 * alone.loss + 0.75 * rl.loss).item(), rel=1e-12)
-    assert {"my_loss:huber/gap", "default/is_masked"} <= out.metrics.keys()
-
-
-def test_a_recipe_names_an_outside_loss(tiny_recipe):
-    from prime_composer.recipe.schema import Recipe
-
-    recipe = Recipe.model_validate(tiny_recipe(loss={"type": "my_loss:huber", "delta": 0.5}))
-    assert recipe.loss.type == "my_loss:huber" and recipe.loss.delta == 0.5
-    with pytest.raises(ValidationError, match="unknown loss type 'my_los'"):
-        Recipe.model_validate(tiny_recipe(loss={"type": "my_los"}))
 
 
 def test_postponed_annotations_are_read(write):
@@ -250,15 +209,6 @@ def test_a_metric_with_a_graph_is_logged_without_it(write):
     assert out.metrics["plain:fn/nll"].item() == expected
 
 
-def test_examples_of_an_outside_loss_give_required_knobs(contract, write):
-    """Without them the suite could not make a config: the field is required."""
-    write("moving", SCHEDULED)
-    with pytest.raises(ValidationError, match="start"):
-        parse_loss({"type": "moving:fn"})
-    assert len(contract["moving"]) >= 6
-    assert set(contract["moving"].values()) == {"PASSED"}
-
-
 FAR = """
 from typing import Literal
 import torch
@@ -327,11 +277,9 @@ FORM = "name a loss of your own as 'my_package.my_module:my_loss'"
         (None, "no_such_module:fn", "'no_such_module' cannot be imported .*PYTHONPATH"),
         ("x = 1 / 0", "bad:fn", r"'bad' cannot be imported \(ZeroDivisionError"),
         (None, "bad:", FORM),
-        (None, ":fn", FORM),
         (HEAD, "bad:fn", WRITE),
         ("class fn: pass", "bad:fn", WRITE),
         ("class L:\n    def loss(self, inputs): ...\nfn = L()", "bad:fn", WRITE),
-        (HEAD + "def fn(inputs, config): ...", "bad:fn", WRITE),
         (HEAD + "def fn(inputs: LossInputs, config: dict) -> LossOutputs: ...", "bad:fn", WRITE),
         (
             HEAD + "def fn(inputs: LossInputs, config: 'Missing') -> LossOutputs: ...",
@@ -340,8 +288,6 @@ FORM = "name a loss of your own as 'my_package.my_module:my_loss'"
         ),
         (config_source("bad:other") + FN, "bad:fn", f"C of type = 'bad:other'.* {WRITE}"),
         (HEAD + "class C(LossConfig):\n    type: str = 'bad:fn'\n" + FN, "bad:fn", WRITE),
-        (HEAD + "class C(LossConfig):\n    x: int = 0\n" + FN, "bad:fn", WRITE),
-        (HEAD + "from prime_composer.losses import SFTLossConfig as C\n" + FN, "bad:fn", WRITE),
     ],
 )
 def test_an_error_says_what_is_wrong_and_what_to_write(write, source, name, message):
@@ -367,19 +313,3 @@ def test_a_taken_type_cannot_be_registered():
     cls = LOSS_TYPES["sft"]
     with pytest.raises(ValueError, match="type = 'sft' is taken by prime_composer.losses.sft"):
         register(cls)(LOSS_FNS[cls])
-
-
-def test_an_outside_loss_may_use_the_decorator(write):
-    source = config_source("own:fn") + "from prime_composer.losses import register\n"
-    write("own", source + "@register(C)\n" + FN)
-    assert loss_type("own:fn") is LOSS_TYPES["own:fn"]
-
-
-def test_a_config_of_another_class_is_refused(write):
-    """A script that imports itself under a second name has two classes of one type."""
-    write("one", config_source("one:fn") + FN)
-    loss_type("one:fn")
-    namespace: dict = {"__name__": "script"}
-    exec(config_source("one:fn"), namespace)
-    with pytest.raises(ValueError, match="script.C is not the config of 'one:fn', which is one.C"):
-        setup(namespace["C"]())

@@ -1,5 +1,6 @@
 """``[loss.stops]`` against vocabularies in which the ids are one token, made by plain sums."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -20,28 +21,22 @@ STOPS = (7, 2, 10)
 KEPT = [v for v in range(V) if v not in STOPS]
 
 
-def examples(k: Any, stops: bool = True) -> list[LossConfig]:
-    """Return every example that takes stops, with another K, once each."""
+def examples(k: Any) -> list[LossConfig]:
+    """Return the examples that take stops, with another K: those that differ by words, once."""
     found = {}
     for cls in LOSS_TYPES.values():
         for knobs in cls.examples:
-            others = {"chosen_by", "temperature"} & knobs.keys()
-            if "k" not in cls.model_fields or others:
+            if "k" not in cls.model_fields or {"chosen_by", "temperature"} & knobs.keys():
                 continue
             own = {x: y for x, y in knobs.items() if x not in ("stops", "special_tokens", "rl_mix")}
-            own |= {"k": k, "normalization": knobs.get("normalization")}
-            if (
-                own["normalization"] == ("full" if k != "full" else None)
-                or not own["normalization"]
-            ):
-                own.pop("normalization")
             if own.get("normalization") == "full" and k != "full":
                 continue
-            more = {"stops": {"ids": STOPS}} if stops else {}
-            try:
-                found[str((cls.__name__, own))] = cls(**own, **more)
-            except ValidationError:
-                continue
+            # Whole heads are normalized over all ids.
+            other = ("k", "normalization") if k == "full" else ("k",)
+            words = {x: y for x, y in own.items() if isinstance(y, str) and x not in other}
+            with contextlib.suppress(ValidationError):
+                config = cls(**{**own, "k": k}, stops={"ids": STOPS})
+                found.setdefault(str((cls.__name__, words)), config)
     return list(found.values())
 
 
@@ -342,7 +337,7 @@ def test_stops_without_a_token_or_without_ids_are_refused() -> None:
 class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert add_special_tokens is False
-        return {"<end>": [7], "<im_end>": [3], "the end": [1, 2]}[text]
+        return {"<end>": [7], "<im_end>": [3]}[text]
 
 
 def test_texts_of_stops_become_ids_in_nested_losses() -> None:
@@ -354,5 +349,3 @@ def test_texts_of_stops_become_ids_in_nested_losses() -> None:
     assert nested.stop_ids == (3, 7) and {"stops", "token_ids"} <= nested.needs
     mixed = with_token_ids(LOSS_TYPES["topk_reverse_kl"](**table, rl_mix={"kd": 0.5}), Tokenizer())
     assert mixed.stop_ids == (3, 7)
-    with pytest.raises(ValueError, match=r"stops\.texts: 'the end' is 2 tokens"):
-        with_token_ids(LOSS_TYPES["topk_reverse_kl"](stops={"texts": ["the end"]}), Tokenizer())

@@ -75,13 +75,6 @@ def test_entropy_aware_sampled_is_signed_plus_forward_kl():
     assert both.item() == pytest.approx((sampled + 0.7 * forward).item(), rel=1e-12)
 
 
-def test_entropy_aware_has_no_default_for_tau_and_alpha():
-    """Entropy aware OPD has no default for what its paper does not say."""
-    for knobs in ({}, {"tau": 1.0}, {"alpha": 1.0}):
-        with pytest.raises(ValidationError, match="Field required"):
-            LOSS_TYPES["entropy_aware_opd"](**knobs)
-
-
 SDPO = json.loads((GOLDEN / "sdpo.json").read_text())
 
 
@@ -160,25 +153,6 @@ def test_a_loss_reads_the_first_k_of_a_larger_support():
     assert full > got
 
 
-RECENT = ("alpha_beta", "skewed_kl", "total_variation", "todi")
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        *(({"type": name, "normalization": "generalized"}, "normalization") for name in RECENT),
-        ({"type": "skewed_kl", "skew": 1.0}, "skew"),
-        ({"type": "skewed_kl", "direction": "both"}, "direction"),
-        ({"type": "alpha_beta", "alpha": math.inf}, "alpha"),
-    ],
-    ids=lambda value: value.get("type") if isinstance(value, dict) else None,
-)
-def test_recent_loss_with_a_bad_knob_is_refused(knobs, message):
-    """A knob outside the divergence's domain is refused when the recipe is read."""
-    with pytest.raises(ValidationError, match=message):
-        LOSS_TYPES[knobs["type"]](**knobs)
-
-
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
@@ -198,26 +172,12 @@ def test_recent_loss_passes_its_knobs_on(knobs, expected, normalization):
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
-def test_a_normalization_that_does_not_fit_k_is_refused():
-    for name in (
-        "topk_reverse_kl",
-        "topk_forward_kl",
-        "generalized_jsd",
-        "taid",
-        "self_distillation",
-        "entropy_aware_opd",
-        *RECENT,
-    ):
-        more = {
-            "taid": {"total_steps": 1},
-            "entropy_aware_opd": {"tau": 1, "alpha": 1},
-        }.get(name, {})
-        with pytest.raises(ValidationError, match="k = 'full'"):
-            LOSS_TYPES[name](normalization="full", **more)
-        with pytest.raises(ValidationError, match="identically 0"):
-            LOSS_TYPES[name](normalization="renorm", k=1, **more)
-        with pytest.raises(ValidationError, match="greater than 0"):
-            LOSS_TYPES[name](k=0, **more)
+@pytest.mark.parametrize("name", ["topk_reverse_kl", "generalized_jsd", "alpha_beta", "todi"])
+def test_a_normalization_that_does_not_fit_k_is_refused(name):
+    with pytest.raises(ValidationError, match="k = 'full'"):
+        LOSS_TYPES[name](normalization="full")
+    with pytest.raises(ValidationError, match="identically 0"):
+        LOSS_TYPES[name](normalization="renorm", k=1)
 
 
 def test_the_share_of_the_top_percent():
@@ -255,25 +215,13 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
     assert got["kl_in_support"].item() == pytest.approx(0.2 * math.log(0.5) + 0.4 * math.log(2))
 
 
-@pytest.mark.parametrize("name", ["topk_reverse_kl", "topk_forward_kl"])
-def test_the_parts_of_a_tail_kl_add_up_to_it(name):
-    inputs = sdpo_inputs()
-    narrow = inputs.support.of_ids(inputs.support.token_ids[:, :2])
-    metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(
-        dataclasses.replace(inputs, support=narrow)
-    ).metrics
-    total = metrics[f"{name}/kl_in_support"] + metrics[f"{name}/kl_mass"]
-    assert total.item() == pytest.approx(metrics[f"{name}/kl"].item(), rel=1e-10)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_least_overlap_never_exceeds_the_overlap(seed):
-    g = torch.Generator().manual_seed(seed)
-    log_p = (3 * torch.randn(30, generator=g, dtype=torch.float64)).log_softmax(-1)
-    log_q = log_p + 2 * torch.randn(30, generator=g, dtype=torch.float64)
-    ids = log_q.topk(8).indices
-    overlap = len(set(ids.tolist()) & set(log_p.topk(8).indices.tolist())) / 8
-    assert topk_overlap_min(log_p[ids]).item() <= overlap
+def test_the_least_overlap_never_exceeds_the_overlap():
+    g = torch.Generator().manual_seed(0)
+    log_p = (3 * torch.randn(20, 30, generator=g, dtype=torch.float64)).log_softmax(-1)
+    log_q = log_p + 2 * torch.randn(20, 30, generator=g, dtype=torch.float64)
+    for row, ids in enumerate(log_q.topk(8).indices):
+        overlap = len(set(ids.tolist()) & set(log_p[row].topk(8).indices.tolist())) / 8
+        assert topk_overlap_min(log_p[row, ids]).item() <= overlap
 
 
 def test_the_least_overlap_of_a_sharp_student_is_the_overlap():
