@@ -429,14 +429,12 @@ def main() -> int:
     parser.add_argument("--road", nargs="+", choices=ROADS, default=list(ROADS))
     parser.add_argument("--sample", type=int, help="so many points and faults; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--only", default="", help="a pattern that point and fault have to match")
     arguments = parser.parse_args()
 
     def choose(points: list[Point]) -> list[tuple[Point, str]]:
-        if arguments.sample is not None:
-            return sample_of(points, arguments.sample, arguments.seed)
-        pairs = pairs_of(points)
-        return [pair for pair in pairs if re.search(arguments.only, f"{pair[0].name} {pair[1]}")]
+        if arguments.sample is None:
+            return pairs_of(points)
+        return sample_of(points, arguments.sample, arguments.seed)
 
     def tell(trial: Trial) -> None:
         print(f"{trial.words} | {trial.message} | {trial.detail}", flush=True)

@@ -1,6 +1,5 @@
 """A run that fails at a point, and every point of a run: ``tests.faults.points``."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -10,33 +9,14 @@ from typing import Any
 import pytest
 
 from tests.faults.points import ROADS, WRONG, Point, Road, models, opened, pairs_of, sample_of, walk
-from tests.faults.watched import BROKEN, FULL, KILL, SIZE, UNWATCHED, Plan, read_log
+from tests.faults.watched import FULL, KILL, SIZE, UNWATCHED
 from tests.fork_server import ForkServer
 from tests.vllm_process import QUICK, TeacherProcess
 
 ANSWERS = r"answers-[^ /]+"  # Files of a tape, one a call: they change their ends
 
-SAMPLE = 12
+SAMPLE = {"served": 12, "ahead": 4, "in_process": 6}
 """Trials of each road: one of each fault on the served one."""
-
-WRITER = """
-from tests.faults.watched import install
-install()
-import os, shutil, sys
-from pathlib import Path
-folder = Path(sys.argv[1])
-folder.mkdir()
-with open(folder / "text", "w") as file:
-    file.write("x" * 100)
-    file.flush()
-    os.fsync(file.fileno())
-os.rename(folder / "text", folder / "renamed")
-try:
-    (folder / "second").write_bytes(b"y" * 10)
-except OSError as error:
-    print(error.errno, error.filename)
-shutil.rmtree(folder)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,67 +35,6 @@ def recorded(
     """Return each road, recorded once, and its points."""
     with opened(request.param, tmp_path_factory.mktemp("points") / "road", forks) as found:
         yield found, found.record()
-
-
-@pytest.fixture
-def written(torch_forks: ForkServer, tmp_path: Path) -> Any:
-    """Run ``WRITER`` with a fault; return its status, its output, and the names of its points."""
-
-    def run(point: str | None = None, fault: str | None = None) -> tuple[int, str, list[str]]:
-        log = tmp_path / "log"
-        plan = Plan({str(tmp_path / "folder"): "folder"}, str(log), point, fault)
-        env = dict(os.environ) | plan.variable()
-        done = torch_forks.run("-c", WRITER, tmp_path / "folder", env=env)
-        names = [note["name"] for note in read_log(log)]
-        return done.returncode, done.stdout, [name for name in names if not name.startswith(SIZE)]
-
-    return run
-
-
-def test_watched_names_every_change_of_a_file(written: Any) -> None:
-    """A buffered write is named as it leaves the buffer."""
-    status, _, names = written()
-    assert status == 0
-    assert names == [
-        "mkdir folder #1",
-        "create folder/text #1",
-        "write folder/text #1",
-        "fsync folder/text #1",
-        "rename folder/text -> folder/renamed #1",
-        "create folder/second #1",
-        "write folder/second #1",
-        "unlink folder/renamed #1",
-        "unlink folder/second #1",
-        "rmdir folder #1",
-    ] or sorted(names[7:9]) == ["unlink folder/renamed #1", "unlink folder/second #1"]
-
-
-@pytest.mark.parametrize(
-    ("point", "fault", "ended", "last", "left"),
-    [
-        # Half of a write arrives. What needs no room goes on.
-        ("write folder/second #1", FULL, (0, "28 None\n"), "rmdir folder #1", {}),
-        ("write folder/second #1", KILL, (-9, ""), "write folder/second #1", {"second": b"y" * 5}),
-        # A rename that fails changes nothing.
-        (
-            "rename folder/text -> folder/renamed #1", BROKEN, (1, ""),
-            "rename folder/text -> folder/renamed #1", {"text": b"x" * 100},
-        ),
-    ],
-    ids=["full", "kill", "broken"],
-)  # fmt: skip
-def test_watched_fault_comes_at_its_point(
-    point: str,
-    fault: str,
-    ended: tuple[int, str],
-    last: str,
-    left: dict[str, bytes],
-    written: Any,
-    tmp_path: Path,
-) -> None:
-    status, output, names = written(point, fault)
-    assert (status, output) == ended and names[-1] == last
-    assert all((tmp_path / "folder" / name).read_bytes() == data for name, data in left.items())
 
 
 def test_points_miss_no_write(recorded: tuple[Road, list[Point]]) -> None:
@@ -150,24 +69,17 @@ def replayed(notes: list[dict[str, Any]]) -> dict[str, int]:
     return sizes
 
 
-def test_points_sample_covers_kinds_and_faults() -> None:
-    """Each fault comes as often, and a kind with one point is chosen as early as one with many."""
-    points = [Point(f"write run/many #{n}", "write run/many") for n in range(20)]
-    points += [Point("fsync run/one #1", "fsync run/one"), Point("rename a #1", "rename a")]
-    chosen = sample_of(points, 6, seed=3)
-    assert {point.kind for point, _ in chosen[:4]} == {point.kind for point in points}
-    assert [fault for _, fault in chosen].count(KILL) == 2
-    assert {fault for _, fault in chosen[:3]} == {FULL, BROKEN, KILL}
-    assert chosen == sample_of(points, 6, seed=3) != sample_of(points, 6, seed=4)
-    assert len(set(sample_of(points, 99, seed=0))) == len(pairs_of(points))
-
-
 def test_points_sample_ends_right(recorded: tuple[Road, list[Point]]) -> None:
     """A sample with every fault: each run goes on or ends with a sentence, and then ends right."""
     road, points = recorded
-    trials = [road.disturb(*pair) for pair in sample_of(points, SAMPLE, seed=1)]
+    trials = [road.disturb(*pair) for pair in sample_of(points, SAMPLE[road.name], seed=1)]
     assert [(one.words, one.message, one.detail) for one in trials if one.last == WRONG] == []
-    assert {one.fault for one in trials} == {fault for _, fault in pairs_of(points)}
+    faults = {fault for _, fault in pairs_of(points)}
+    assert len({one.fault for one in trials}) == min(len(trials), len(faults))
+    ended = {(one.fault, one.first) for one in trials}
+    assert {first for fault, first in ended if fault == KILL} <= {"killed"}
+    # A fault that does not come would pass for one that a run survives.
+    assert road.name != "in_process" or {(KILL, "killed"), (FULL, "ended")} <= ended
 
 
 @pytest.mark.slow
