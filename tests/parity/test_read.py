@@ -145,15 +145,9 @@ def test_inputs_of_the_reading_fire_every_rule(kind):
 
 
 @pytest.mark.parametrize("kind", ["ref_kl", "ipo"])
-def test_dialect_main_differs_from_v0_7_where_it_says_so(kind):
-    """The squared log-ratio is gone, and far ratios are cut. Knobs that are set stay."""
+def test_dialect_main_has_no_squared_log_ratio_unless_it_is_asked_for(kind):
     _, table, _ = READINGS[kind]
-    older = {**table, "dialect": "v0.7"}
-    rows = cases.Case(INPUTS["64 tokens"], torch.float64)
-    assert not torch.equal(
-        outcomes.ours(table, rows, kind)["loss"], outcomes.ours(older, rows, kind)["loss"]
-    )
-    assert parse_loss(table).kl_tau == 0 and parse_loss(older).kl_tau == 1e-3
+    assert parse_loss(table).kl_tau == 0
     assert parse_loss({**table, "kl_tau": 0.5}).kl_tau == 0.5
 
 

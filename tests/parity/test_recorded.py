@@ -35,67 +35,34 @@ def test_our_loss_returns_the_recorded_numbers(version, kind):
     assert not wrong, "\n".join(wrong)
 
 
-def negated(rows, name):
-    return {**rows, name: [-x for x in rows[name]]}
-
-
 def one_negated(rows, name, index):
     values = list(rows[name])
     values[index] = -values[index]
     return {**rows, name: values}
 
 
-def mean_for_sum(outcome, case):
-    tokens = sum(case.rows["mask"])
-    return {
-        **outcome,
-        "loss": outcome["loss"] / tokens,
-        "grad": [grad / tokens for grad in outcome["grad"]],
-    }
+def one_more_counted(rows):
+    first = rows["mask"].index(False)
+    return {**rows, "mask": [trains or t == first for t, trains in enumerate(rows["mask"])]}
 
 
 MISTAKES = {
-    "sign of the advantage": (
-        "default", "512 tokens", {"rows": lambda r: negated(r, "advantages")}
-    ),
     "sign of one advantage": (
-        "default", "512 tokens", {"rows": lambda r: one_negated(r, "advantages", 100)}
+        "default", "512 tokens", lambda rows: one_negated(rows, "advantages", 100), None
     ),
-    "mask ignored": (
-        "ref_kl", "512 tokens", {"rows": lambda r: {**r, "mask": [True] * len(r["mask"])}}
-    ),
-    "one masked token counted": (
-        "ce", "512 tokens",
-        {"rows": lambda r: {**r, "mask": [m or t == r["mask"].index(False)
-                                          for t, m in enumerate(r["mask"])]}},
-    ),
-    "mean for sum": ("ce", "64 tokens", {"outcome": mean_for_sum}),
-    "deltas swapped": (
-        "default", "knobs, float32", {"knobs": {"dppo_mask_low": 0.3, "dppo_mask_high": 0.15}}
-    ),
-    "weights ignored": ("ipo", "weights", {"rows": lambda r: {**r, "weights": None}}),
-    "teacher and sampler swapped": (
-        "ref_kl", "64 tokens", {"rows": lambda r: {**r, "ref": r["inference"]}}
-    ),
-    "log-ratio penalty doubled": ("ipo", "knobs, float64", {"knobs": {"kl_tau": 4e-3}}),
-    "computed in bfloat16": ("ref_kl", "example b", {"dtype": torch.bfloat16}),
-    "float64 computed in float32": ("ref_kl", "example b, float64", {"dtype": torch.float32}),
+    "one masked token counted": ("ce", "512 tokens", one_more_counted, None),
+    "computed in bfloat16": ("ref_kl", "example b", dict, torch.bfloat16),
+    "float64 computed in float32": ("ref_kl", "example b, float64", dict, torch.float32),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_recorded_numbers_reject_a_wrong_loss(mistake):
-    """Compute what an implementation with this mistake returns: the tolerance has to notice it."""
-    kind, name, change = MISTAKES[mistake]
+    """What an implementation with the smallest mistakes returns is beyond the tolerance."""
+    kind, name, change, dtype = MISTAKES[mistake]
     case = cases.cases("v0.7")[name]
-    rows = change.get("rows", dict)(case.rows)
-    changed = cases.Case(rows, change.get("dtype", case.dtype), case.with_knobs)
-    table = {**cases.KINDS["v0.7"][kind]}
-    if "knobs" in change:
-        table |= {**case.knobs(kind), **change["knobs"]}
-        changed = cases.Case(rows, changed.dtype, False)
-    outcome = outcomes.ours(table, changed, kind)
-    outcome = change.get("outcome", lambda same, case: same)(outcome, case)
+    changed = cases.Case(change(case.rows), dtype or case.dtype)
+    outcome = outcomes.ours(cases.KINDS["v0.7"][kind], changed, kind)
     assert differences(outcome, recorded("head")[kind, name], bounds(kind, case))
 
 
@@ -130,12 +97,6 @@ def test_recorded_inputs_fire_every_mask(version):
         ("ipo", "knobs, float64"),
     ):
         assert 0.02 < recorded(version)[kind, name]["metrics"]["is_masked"] < 0.98
-
-
-def test_the_two_contracts_differ_at_positive_advantages():
-    opd = recorded("v0.6")["opd", "one advantage"]["loss"]
-    ref_kl = recorded("head")["ref_kl", "one advantage"]["loss"]
-    assert not torch.equal(opd, ref_kl)
 
 
 COMPARE = """

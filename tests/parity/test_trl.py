@@ -48,7 +48,7 @@ def logits():
     return torch.randn(2, 3, 11, 40, generator=g, dtype=torch.float64) * 2
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_generalized_jsd_is_gkds(logits, beta):
     gkd = functions("trl/experimental/gkd/gkd_trainer.py", "generalized_jsd_loss")
     labels = torch.arange(33).view(3, 11) % 4 - 1
@@ -64,7 +64,7 @@ def test_generalized_jsd_is_gkds(logits, beta):
     torch.testing.assert_close(our_grad, their_grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "renorm"])
 def test_jsd_on_the_students_top_k_is_sdpos(logits, alpha, tail):
     names = ("compute_divergence", "add_tail_bucket", "compute_topk_self_distillation_loss")

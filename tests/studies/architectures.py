@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from tests.fork_server import ENGINE, REPO, ForkServer
 from tests.studies.architecture_models import ARCHITECTURES, READ_IMAGES, VOCAB, write_model
 
 CELLS = ("student/vllm", "student/transformers", "teacher/vllm", "teacher/transformers")
-SERVED = "teacher/server"
 PARTNER = "Qwen3"
 """The architecture on the other side of each pair, with transformers."""
 
@@ -58,18 +57,17 @@ class Cell:
     nats: dict[str, float] = field(default_factory=dict)  # largest distance of log-probs to float64
 
 
-def recipe(folder: Path, student: Path, teacher: Path, cell: str, loss: str, url: str = "") -> Path:
+def recipe(folder: Path, student: Path, teacher: Path, cell: str, loss: str) -> Path:
     """Write a recipe of one step, and return its file."""
     side, backend = cell.split("/")
     of_student = backend if side == "student" else "transformers"
     of_teacher = backend if side == "teacher" else "transformers"
-    teacher_keys = f'backend="{of_teacher}"' + (f', url="{url}"' if url else "")
     rows = [{"question": f"What is {'1 + ' * i}{i}?", "answer": "x"} for i in range(1, 21)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.toml"
     path.write_text(
         f'student.model = "{student}"\n'
-        f'teacher = {{model = "{teacher}", {teacher_keys}}}\n'
+        f'teacher = {{model = "{teacher}", backend = "{of_teacher}"}}\n'
         f"loss = {{{loss}}}\n"
         f'rollout = {{backend = "{of_student}", max_tokens = 6, max_model_len = 256}}\n'
         f'data = {{path = "{folder}/data.jsonl", metric = "contains"}}\n'
@@ -116,32 +114,19 @@ def run_cell(name: str, cell: str, folder: Path) -> Cell:
     scratch.mkdir(parents=True, exist_ok=True)
     as_student = cell.startswith("student")
     student, teacher = (own, partner) if as_student else (partner, own)
-    with served(cell, own, scratch) as url:
-        losses = [f'type="topk_reverse_kl", k={K}']
-        losses += [] if as_student else ['type="sampled_reverse_kl", k="full"']
-        for number, loss in enumerate(losses):
-            config = recipe(scratch, student, teacher, cell, loss, url)
-            result = walk(config, scratch / f"run{number}_{os.getpid()}")
-            if result.state != "ok":
-                return result
-        numbers = scratch / "numbers.pt"
-        if as_student:
-            torch.save(student_numbers(own, cell, config), numbers)
-        else:
-            torch.save(teacher_numbers(own, partner, cell, config), numbers)
+    losses = [f'type="topk_reverse_kl", k={K}']
+    losses += [] if as_student else ['type="sampled_reverse_kl", k="full"']
+    for number, loss in enumerate(losses):
+        config = recipe(scratch, student, teacher, cell, loss)
+        result = walk(config, scratch / f"run{number}_{os.getpid()}")
+        if result.state != "ok":
+            return result
+    numbers = scratch / "numbers.pt"
+    if as_student:
+        torch.save(student_numbers(own, cell, config), numbers)
+    else:
+        torch.save(teacher_numbers(own, partner, cell, config), numbers)
     return compared(own, partner, numbers, apart=cell.endswith("vllm"))
-
-
-@contextlib.contextmanager
-def served(cell: str, model: Path, scratch: Path) -> Iterator[str]:
-    """Serve a teacher for the cell that asks a server; yield its URL."""
-    if cell != SERVED:
-        yield ""
-        return
-    from tests.vllm_process import TeacherProcess
-
-    with TeacherProcess(model, scratch / "server.log", "--dtype", "float32") as server:
-        yield server.url
 
 
 def spec_of(config: Path, model: Path, cell: str, table: str) -> Any:

@@ -5,17 +5,12 @@ import math
 import pytest
 import torch
 
-from prime_composer.contract import LossInputs, Scores, Support
+from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.pair import TokenizerPair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.toys import byte_level
-from tests.studies.another_tokenizer_baselines import (
-    ByLongestPrefix,
-    ByRank,
-    ULDConfig,
-    uld,
-)
+from tests.studies.another_tokenizer_baselines import ByLongestPrefix, ByRank
 
 TEACHER = byte_level([("a", "b"), ("ab", "c"), ("c", "a")], words=False)
 STUDENT = byte_level([("a", "b"), ("b", "c")], words=False)
@@ -93,40 +88,3 @@ def test_ranks_are_those_of_the_aligned_rows(pair):
     for at, row in ALIGNED.items():
         expected = sorted(rows[row].tolist(), reverse=True) + [0.0, 0.0]
         assert scores.teacher_logprobs[at].exp().tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_uld_is_the_distance_of_sorted_probabilities():
-    """Four tokens: aligned, aligned with weight 2, not aligned, and outside the mask with NaN."""
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_()
-    teacher = torch.randn(4, 6, dtype=torch.float64, generator=generator).softmax(-1)
-    ranked = teacher.sort(-1, descending=True).values.log()
-    ranked[3] = torch.nan
-    known = torch.tensor([[True] * 6, [True] * 6, [False] * 6, [True] * 6])
-    ids = torch.arange(6).expand(4, 6)
-    sampled = torch.tensor([3, 1, 5, 0])
-    logprobs = logits.log_softmax(-1)
-    inputs = LossInputs(
-        trainer_logprobs=logprobs[range(4), sampled],
-        inference_logprobs=torch.zeros(4),
-        ref_logprobs=torch.zeros(4),
-        advantages=None,
-        loss_mask=torch.tensor([True, True, True, False]),
-        loss_weights=torch.tensor([1.0, 2.0, 1.0, 1.0]),
-        support=Support(ids, ranked, logprobs, known),
-    )
-    config = ULDConfig(k=6, distance=1.5, cross_entropy=0.5)
-    loss = uld(inputs, config).loss
-    (gradient,) = torch.autograd.grad(loss, logits)
-
-    p, q = logits.detach().clone().requires_grad_(), teacher.tolist()
-    expected = torch.zeros((), dtype=torch.float64)
-    for at, weight in ((0, 1.0), (1, 2.0), (2, 1.0)):
-        row = p[at].softmax(-1)
-        order = sorted(range(6), key=lambda i, row=row: -row[i].item())
-        ranks = zip(order, sorted(q[at], reverse=True), strict=True)
-        distance = sum((row[i] - value).abs() for i, value in ranks) if at != 2 else 0.0
-        expected = expected + weight * (1.5 * distance - 0.5 * row[sampled[at]].log())
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
-    torch.testing.assert_close(gradient, p.grad)
