@@ -54,7 +54,6 @@ DIVERGENCES = {
     "generalized_jsd": (generalized_jsd, {"beta": BETA}),
 }
 OBJECTIVES = (LOG_PROBS, *DIVERGENCES)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VARIANTS = ("products", "chunked", "plain", "compiled")
 
 
@@ -63,7 +62,8 @@ class Step:
 
     def __init__(self, objective: str, options: Namespace):
         g = torch.Generator(options.device).manual_seed(0)
-        settings = {"generator": g, "device": options.device, "dtype": DTYPES[options.dtype]}
+        dtype = getattr(torch, options.dtype)
+        settings = {"generator": g, "device": options.device, "dtype": dtype}
 
         def model(width: int) -> tuple[torch.Tensor, torch.Tensor]:
             weight = torch.randn(options.vocab, width, **settings).mul_(width**-0.5)
@@ -231,7 +231,6 @@ def row(objective: str, options: Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--widths", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--teacher-width", type=int, help="the student's")
@@ -243,7 +242,7 @@ def main() -> None:
     cuda = options.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu needs small --widths and --tokens")
-    options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
+    options.dtype = "bfloat16" if cuda else "float32"
     cases = [
         (objective, Namespace(**{**vars(options), "width": width, "tokens": tokens}))
         for objective, width, tokens in itertools.product(

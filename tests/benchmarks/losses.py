@@ -71,10 +71,10 @@ NAMES = (*LOSSES, PLAIN)
 def make_step(args: argparse.Namespace) -> Callable[[str], float]:
     """Return a function that runs a step of a loss, and returns its seconds."""
     g = torch.Generator().manual_seed(0)
-    dtype, n = getattr(torch, args.dtype), args.tokens
-    hidden = torch.randn(n, args.hidden, generator=g).to(args.device, dtype).requires_grad_()
+    n = args.tokens
+    hidden = torch.randn(n, args.hidden, generator=g).to(args.device).requires_grad_()
     weight = torch.randn(VOCAB, args.hidden, generator=g) * args.hidden**-0.5
-    weight = weight.to(args.device, dtype).requires_grad_()
+    weight = weight.to(args.device).requires_grad_()
     ids = torch.stack([torch.randperm(VOCAB, generator=g)[:K] for _ in range(n)]).to(args.device)
     teacher = (torch.randn(n, K, generator=g) * 2).log_softmax(-1).to(args.device) - 0.1
     tokens = torch.where(
@@ -95,11 +95,11 @@ def make_step(args: argparse.Namespace) -> Callable[[str], float]:
     }
 
     def head(columns):
-        return selected_logprobs(hidden, weight, columns).float()
+        return selected_logprobs(hidden, weight, columns)
 
     def value(name):
         if name == PLAIN:
-            logits = (hidden @ weight.T).float()
+            logits = hidden @ weight.T
             student, other = logits.log_softmax(-1), logits.detach().roll(1, 0).log_softmax(-1)
             return generalized_jsd(student, other, 0.3, "full").sum()
         loss = losses[name]
@@ -159,7 +159,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--apart", nargs="+", choices=NAMES)
     parser.add_argument("--child", choices=NAMES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,8 +169,8 @@ def main() -> None:
         return
     times, peaks = take_turns_apart(args) if args.apart else take_turns(args)
     print(
-        f"V {VOCAB}, K {K}, {args.tokens} tokens, hidden {args.hidden}, {args.dtype}, "
-        f"{args.device}, {args.rounds} rounds"
+        f"V {VOCAB}, K {K}, {args.tokens} tokens, hidden {args.hidden}, {args.device}, "
+        f"{args.rounds} rounds"
     )
     base = next(iter(times))
     for name, values in times.items():

@@ -7,14 +7,12 @@ teacher's top K. The ways to read it:
 
     prime-rl's   what prime-rl does with ``prompt_logprobs = 1`` (559b4477, utils/client.py:479):
                  pydantic's validation of vLLM's GenerateResponse, and a loop over the rows
-    unchecked    ours at K without the check of the values (``backends.answers``)
-    ours         what runs
+    ours         what runs, at K
 
 All take turns, so that other load on the machine affects all alike. Times are medians of the
 thread's CPU time, ratios are those of the medians.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -23,11 +21,10 @@ import numpy as np
 from pydantic import BaseModel
 from pydantic.dataclasses import dataclass
 
-from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
 from prime_composer.teachers.responses import read_json_response
 from prime_composer.upstream.orchestrator.client import whole_sequence
 
-VOCAB = 151_936
+VOCAB, TOKENS, K, ROUNDS = 151_936, 2048, 32, 15
 
 
 @dataclass
@@ -48,9 +45,9 @@ class GenerateResponse(BaseModel):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def make_answer(tokens: int, k: int) -> tuple[list[int], bytes]:
+def make_answer(k: int) -> tuple[list[int], bytes]:
     generator = np.random.default_rng(0)
-    token_ids, rows = generator.integers(0, VOCAB, tokens).tolist(), [None]
+    token_ids, rows = generator.integers(0, VOCAB, TOKENS).tolist(), [None]
     for t, token in enumerate(token_ids[1:]):
         best = [i for i in generator.choice(VOCAB, k + 1, replace=False).tolist() if i != token][:k]
         logits = np.sort(generator.normal(-8, 3, k))[::-1]
@@ -79,23 +76,16 @@ def prime_rls(content: bytes) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--k", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    k = arguments.k
-    one, many = make_answer(arguments.tokens, 1), make_answer(arguments.tokens, k)
+    one, many = make_answer(1), make_answer(K)
     ways = {
         "prime-rl's, K = 1": (one[1], lambda: prime_rls(one[1])),
-        f"unchecked, K = {k}": (many[1], lambda: top_k_of(many[0], read_answer(many[1]), k)),
-        f"ours, K = {k}": (
+        f"ours, K = {K}": (
             many[1],
-            lambda: read_json_response(many[1], whole_sequence(many[0]), k, "The teacher"),
+            lambda: read_json_response(many[1], whole_sequence(many[0]), K, "The teacher"),
         ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(arguments.rounds + 1):
+    for round_ in range(ROUNDS + 1):
         for name, (_, way) in ways.items():
             began = time.thread_time()
             way()
@@ -103,7 +93,7 @@ def main() -> None:
                 seconds[name].append(time.thread_time() - began)
     took = {name: statistics.median(values) for name, values in seconds.items()}
     base = next(iter(took.values()))
-    print(f"{arguments.tokens} tokens")
+    print(f"{TOKENS} tokens")
     print(f"{'':<24}{'JSON bytes':>12}{'ms':>9}{'x prime-rl':>12}")
     for name, (content, _) in ways.items():
         print(f"{name:<24}{len(content):>12,}{1000 * took[name]:>9.2f}{took[name] / base:>12.1f}")

@@ -2,7 +2,7 @@
 
 ``python -m tests.benchmarks.served_scorer`` (from the repository) starts one real vLLM server with
 the plugin, on one core, and asks it in turns: JSON and binary answers at each K, hidden states, and
-the largest K and hidden states where a share of the tokens trains (``--mask``), in turns of 20. One
+the largest K and hidden states where .3 of the tokens train, in turns of 20. One
 request per sequence, 32 at once; the client runs on the other core. Each row is the best of its
 rounds. The model is a random Qwen3.
 
@@ -50,6 +50,8 @@ from tests.vllm_process import (  # noqa: E402
 
 RUNNERS: dict[str, dict[str, str]] = {"first": {}, "second": SECOND_RUNNER}
 
+SHARE = 0.3
+
 Work = Callable[[list[Any]], object]
 Requests = Callable[[], list[list[Any]]]  # of one round: the rollouts of each
 
@@ -89,7 +91,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ks", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--mask", type=float, default=0.3)
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--heads", action="store_true")
     parser.add_argument("--runners", nargs="+", default=["first"], choices=RUNNERS)
@@ -132,9 +133,9 @@ def sequences(options: argparse.Namespace, seed: int) -> list[Any]:
     return [make_rollout(ids[:1], ids[1:], [-1.0] * len(ids[1:]), "length", 0) for ids in rows]
 
 
-def masked(rollouts: list[Any], share: float) -> list[Any]:
-    """Return rollouts of which a share of the tokens trains, in turns of 20."""
-    period = round(20 / share)
+def masked(rollouts: list[Any]) -> list[Any]:
+    """Return rollouts of which ``SHARE`` of the tokens trains, in turns of 20."""
+    period = round(20 / SHARE)
     turns = [torch.arange(len(one.token_ids)) % period < 20 for one in rollouts]
     return [
         replace(one, loss_mask=one.loss_mask & turn)
@@ -150,14 +151,14 @@ def cases_of(server: VllmProcess, options: argparse.Namespace) -> dict[str, Work
     def hidden(rollouts: list[Any]) -> object:
         return scorer.score(rollouts, 0, hidden=True)
 
-    most, share = options.ks[-1], options.mask
+    most = options.ks[-1]
     cases: dict[str, Work] = {}
     for k in options.ks:
         cases[f"JSON, K = {k}"] = lambda r, k=k: scorer.score(r, k, binary=False)
         cases[f"plugin, K = {k}"] = lambda r, k=k: scorer.score(r, k)
     cases["plugin, hidden states"] = hidden
-    cases[f"K = {most}, {share:.0%} train"] = lambda r: scorer.score(masked(r, share), most)
-    cases[f"hidden states, {share:.0%} train"] = lambda r: hidden(masked(r, share))
+    cases[f"K = {most}, {SHARE:.0%} train"] = lambda r: scorer.score(masked(r), most)
+    cases[f"hidden states, {SHARE:.0%} train"] = lambda r: hidden(masked(r))
     return cases
 
 

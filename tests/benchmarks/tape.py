@@ -53,12 +53,11 @@ def measure(name: str, turns: int, folder: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["templates", "135M"])
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"us per token, K = {K}{'teacher':>14}{'onto a tape':>14}{'from it':>10}")
-    for name in arguments.sizes:
+    for name in ("templates", "135M"):
         with tempfile.TemporaryDirectory() as folder:
             plain, onto, read = measure(name, arguments.turns, Path(folder))
         print(f"{name:<20}{plain:>14.1f}{onto:>14.1f}{read:>10.2f}")
