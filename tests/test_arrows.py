@@ -199,21 +199,13 @@ PLANTED = {
         {"prime_composer.contract": "from prime_composer.full_vocabulary.heads import check"},
         "prime_composer.contract imports prime_composer.full_vocabulary",
     ),
-    "a loss from the maths": (
-        {"prime_composer.full_vocabulary.a": "from prime_composer.losses.b import x"}, "imports"
-    ),
     "a higher room": ({LOSS: "from prime_composer.recipe.b import x"}, "imports"),
     "a lazy import": ({LOSS: "def f():\n    import prime_composer.cli.b"}, "imports"),
-    "TYPE_CHECKING": (
-        {LOSS: "if TYPE_CHECKING:\n    from prime_composer.local.b import X"}, "imports"
-    ),
     "sys.modules": ({LOSS: "import sys\nsys.modules.get('prime_composer.upstream.b')"}, "imports"),
-    "importlib": ({LOSS: "importlib.import_module('prime_composer.recipe.b')"}, "imports"),
     "a bare importlib": (
         {LOSS: "importlib.import_module('prime_composer').x"}, "the package itself"
     ),
     "a computed name": ({LOSS: "import_module(f'prime_composer.{x}')"}, "the package itself"),
-    "a program from below": ({LOSS: "import_module('prime_composer.cli')"}, "imports"),
     "the package": ({LOSS: "from prime_composer import LossInputs"}, "the package itself"),
     "its own __init__": (
         {LOSS: "from prime_composer.losses import x", "prime_composer.losses.__init__": "x = 1"},
@@ -225,10 +217,6 @@ PLANTED = {
             "prime_composer.losses.b": "def f():\n    from prime_composer.losses.a import y",
         },
         "a circle: prime_composer.losses.a -> prime_composer.losses.b -> prime_composer.losses.a",
-    ),
-    "trl from the engine": ({"prime_composer.local.a": "import prime_composer.trl.b"}, "imports"),
-    "the command line from trl": (
-        {"prime_composer.trl.a": "from prime_composer.cli.b import x"}, "imports"
     ),
     "vLLM from upstream": (
         {"prime_composer.upstream.a": "from prime_composer.backends.vllm import x"}, "imports"

@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[1]
     [
         (["tests/gpu"], True),
         (["tests/gpu/test_demo.py::test_it", "tests/gpu/test_losses.py"], True),
-        (["tests"], False),
         (["tests/gpu", "tests/local"], False),
-        (["-m", "load", "tests/gpu"], False),
         (["-mload", "tests/gpu"], False),
     ],
 )
@@ -27,9 +25,7 @@ def test_gpu_folder_is_selected_where_it_is_asked_for_alone(words, alone):
     assert is_this_folder_alone(paths, words, ROOT) is alone
 
 
-@pytest.mark.parametrize(
-    "expression", ["float(x.sum())", "x.nonzero()", "x[x > 0]", "x.masked_select(x > 0)"]
-)
+@pytest.mark.parametrize("expression", ["float(x.sum())", "x[x > 0]"])
 def test_watch_on_a_cpu_notices_what_waits_on_a_gpu(expression):
     x = torch.ones(3)
     with pytest.raises(Waited), no_waits("cpu"):

@@ -99,9 +99,12 @@ def test_command_lines_of_the_section_parse() -> None:
         build_parser().parse_args(command[1:])
 
 
-def test_recipe_passes_the_dry_run_and_trains(
+def test_recipe_trains_and_its_student_loads(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from prime_composer.backends.cpu_guard import hide_cuda_packages
+
+    hide_cuda_packages()
     assert run("recipe.toml", COMPLETE, "--dry-run") == 0
     planned = capsys.readouterr().out
     assert "54 problems to train on, 6 held out" in planned
@@ -111,6 +114,15 @@ def test_recipe_passes_the_dry_run_and_trains(
     student = folder / "outputs" / "recipe" / "checkpoints" / "step_000002"
     assert f"student: {student.relative_to(folder)} (a Hugging Face directory)\n" in printed
     assert "eval/accuracy" in read_metrics(folder / "outputs" / "recipe")[0]
+    # The section's lines for transformers, and the paths of the others.
+    asked = "outputs/recipe/checkpoints/step_000060"
+    code = block_with("pipeline").replace(asked, str(student.relative_to(folder)))
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    said = names["chat"]([{"role": "user", "content": "What do Ada have?"}], max_new_tokens=4)
+    assert [turn["role"] for turn in said[0]["generated_text"]] == ["user", "assistant"]
+    for line in block_with("vllm serve").splitlines():
+        assert asked in line.split()
 
 
 def test_prompts_without_answers_report_no_accuracy(
@@ -144,22 +156,6 @@ def test_python_block_trains_on_its_rows(folder: Path, capsys: pytest.CaptureFix
     (checkpoint,) = list_checkpoints(outcome.run_dir)
     assert outcome.student == checkpoint.path and outcome.steps == 1
     assert "eval/accuracy" in capsys.readouterr().out
-
-
-def test_student_loads_as_the_section_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lines for transformers, and the paths of the others."""
-    from prime_composer.backends.cpu_guard import hide_cuda_packages
-
-    hide_cuda_packages()
-    assert run("recipe.toml", COMPLETE, *QUICK) == 0
-    made = "outputs/recipe/checkpoints/step_000002"
-    code = block_with("pipeline").replace("outputs/recipe/checkpoints/step_000060", made)
-    names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    said = names["chat"]([{"role": "user", "content": "What do Ada have?"}], max_new_tokens=4)
-    assert [turn["role"] for turn in said[0]["generated_text"]] == ["user", "assistant"]
-    for line in block_with("vllm serve").splitlines():
-        assert "outputs/recipe/checkpoints/step_000060" in line.split()
 
 
 @pytest.mark.slow

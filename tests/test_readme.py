@@ -13,8 +13,6 @@ from prime_composer.cli.commands import build_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MOST_WORDS = 700
-MOST_ROWS = 6
 
 
 def is_code(line: str) -> bool:
@@ -58,23 +56,14 @@ def paths() -> list[str]:
     return sorted({path for path in every if path and not path.startswith(("http", "outputs/"))})
 
 
-def test_readme_is_short() -> None:
-    """Words with code and tables included, and the rows of each table."""
-    assert len(README.split()) <= MOST_WORDS
-    tables = re.findall(r"(?:^\|.*\n)+", README, re.MULTILINE)
-    assert len(tables) == 3
-    for table in tables:
-        assert len(table.splitlines()) - 2 <= MOST_ROWS
+def test_readme_paths_exist() -> None:
+    assert paths() and [path for path in paths() if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("path", paths())
-def test_readme_path_exists(path: str) -> None:
-    assert (ROOT / path).exists()
-
-
-@pytest.mark.parametrize("command", commands())
-def test_readme_command_line_parses(command: str) -> None:
-    build_parser().parse_args(shlex.split(command, comments=True)[1:])
+def test_readme_command_lines_parse() -> None:
+    assert commands()
+    for command in commands():
+        build_parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
 def test_readme_names_every_room_and_every_readme() -> None:
@@ -116,11 +105,3 @@ def test_readme_table_of_losses_names_losses_of_ours() -> None:
     )
     names = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert len(names) == 6 and set(names) <= set(LOSS_TYPES)
-
-
-def test_readme_has_two_small_pictures() -> None:
-    pictures = [ROOT / path for path in paths() if path.endswith(".png")]
-    assert len(pictures) == 2
-    for picture in pictures:
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert picture.stat().st_size < 150_000

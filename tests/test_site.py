@@ -29,7 +29,6 @@ def external(text: str, suffix: str = ".html") -> list[str]:
         '<script src="https://cdn.example.org/a.js"></script>',
         '<script src="//cdn.example.org/a.js"></script>',
         '<link rel="stylesheet" href="https://cdn.example.org/a.css">',
-        '<link rel="preconnect" href="https://fonts.example.org" crossorigin>',
         '<img src="https://example.org/badge.svg" alt="">',
         '<img srcset="a.png 1x, https://example.org/b.png 2x">',
         "<style>@font-face { src: url('https://fonts.example.org/a.woff2') }</style>",
