@@ -47,9 +47,7 @@ class BadRequest(Exception):
 class RightAnswers:
     """A checkpoint in memory, and what a vLLM server answers with it."""
 
-    def __init__(
-        self, checkpoint: Path, max_logprobs: int, max_model_len: int | None, processed: bool
-    ):
+    def __init__(self, checkpoint: Path, max_logprobs: int, processed: bool):
         self.path = checkpoint
         self.processed = processed
         with without_progress_bars():
@@ -59,7 +57,7 @@ class RightAnswers:
         config = self.model.config
         self.vocab_size: int = config.vocab_size
         self.max_logprobs = self.vocab_size if max_logprobs == -1 else max_logprobs
-        self.max_model_len: int = max_model_len or config.max_position_embeddings
+        self.max_model_len: int = config.max_position_embeddings
         ends = self.model.generation_config.eos_token_id
         self.eos = {ends} if isinstance(ends, int) else {*(ends or [])}
         self.temperature = 1.0
@@ -298,6 +296,9 @@ class SpoilingServer(StandIn):
         requests: paths asked for, with their number.
         spoiled: spoiled answers, by mode.
         before: called before each request is answered, for tests that act at that moment.
+        versions: whether the weights have versions, as since vLLM 0.32.
+        metrics: whether /metrics says when it was started.
+        can_tokenize: whether /tokenize and /detokenize exist.
     """
 
     def __init__(
@@ -305,25 +306,17 @@ class SpoilingServer(StandIn):
         checkpoint: str | Path,
         *,
         max_logprobs: int = -1,  # largest K; -1 for the vocabulary
-        max_model_len: int | None = None,  # None reads the model's own limit
         api_key: str | None = None,  # asked for as a bearer token
         processed: bool = True,  # whether log mu is after temperature and top_p
-        dev_mode: bool = True,  # whether weights can be reloaded
-        versions: bool = True,  # whether the weights have versions, as since vLLM 0.32
-        metrics: bool = True,  # whether /metrics says when it was started
-        can_tokenize: bool = True,  # whether /tokenize and /detokenize exist
         plugin: bool = False,  # whether it has the scoring plugin
         other: str | Path | None = None,  # of the same vocabulary, for ``modes.MODELS``
     ):
         super().__init__(self._respond)
-        self._settings = (max_logprobs, max_model_len, processed)
+        self._settings = (max_logprobs, processed)
         self._right = RightAnswers(Path(checkpoint), *self._settings)
         self._other = None if other is None else RightAnswers(Path(other), *self._settings)
         self.api_key = api_key
-        self.dev_mode = dev_mode
-        self.versions = versions
-        self.metrics = metrics
-        self.can_tokenize = can_tokenize
+        self.versions = self.metrics = self.can_tokenize = True
         self.plugin = plugin
         self.requests: Counter[str] = Counter()
         self.spoiled: Counter[str] = Counter()
@@ -420,7 +413,7 @@ class SpoilingServer(StandIn):
         if mode in modes.ROWS:
             rows = answer["choices"][0]["prompt_logprobs"]
             for t in range(1, len(rows)) if claimed.row is None else [claimed.row]:
-                rows[t] = modes.ROWS[mode](rows[t], self._right.vocab_size)
+                rows[t] = modes.ROWS[mode](rows[t])
             return answer
         if mode in modes.WHOLE:
             return modes.WHOLE[mode](answer)
@@ -455,16 +448,16 @@ class SpoilingServer(StandIn):
                 }
             case "POST", "/detokenize" if self.can_tokenize:
                 return {"prompt": self._right.text(body["tokens"])}
-            case "POST", "/collective_rpc" if self.dev_mode:
+            case "POST", "/collective_rpc":
                 if mode != "reload_ignored":
                     self._right.reload(Path(body["kwargs"]["weights_path"]))
                 return {"results": [None]}
-            case "POST", "/reset_prefix_cache" if self.dev_mode:
+            case "POST", "/reset_prefix_cache":
                 return {"success": True}
-            case "POST", "/update_weight_version" if self.dev_mode and self.versions:
+            case "POST", "/update_weight_version" if self.versions:
                 self._right.version = body["new_version"]
                 return {"success": True, "new_version": self._right.version}
-            case "GET", "/weight_info" if self.dev_mode and self.versions:
+            case "GET", "/weight_info" if self.versions:
                 return {"weight_version": self._right.version}
         return Reply.of({"detail": "Not Found"}, status=404)
 
@@ -559,8 +552,6 @@ def played(reply: Reply, mode: str) -> Reply:
     match mode:
         case "drop":
             return DROPPED
-        case "drop_after_headers":
-            return replace(reply, parts=())
         case "cut":
             return replace(reply, parts=[reply.body[: len(reply.body) // 2]])
     return reply

@@ -94,13 +94,13 @@ def function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunction
 def mutated(source: str, name: str, edits: tuple[Edit, ...]) -> str:
     """Return the source with the edits in one function, as ``ast.unparse`` writes it."""
     tree = ast.parse(source)
-    before = ast.dump(tree)
     target = function(tree, name)
+    before = ast.dump(target)
     replace = _Replace(edits)
     replace.generic_visit(target)
     for edit, places in zip(edits, replace.places, strict=True):
         if places != 1:
             raise LookupError(f"{edit.find!r} matches {places} places of {name}, not one.")
-    if ast.dump(tree) == before:
+    if ast.dump(target) == before:
         raise ValueError(f"{edits} leave {name} as it is.")
     return ast.unparse(ast.fix_missing_locations(tree))

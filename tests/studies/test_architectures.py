@@ -11,6 +11,12 @@ from tests.studies.architectures import CELLS, Cell, fill, run_cell
 SECONDS = 280.0
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of cells, whose models are written once."""
+    return tmp_path_factory.mktemp("cells")
+
+
 def assert_right(cell: Cell, *numbers: str) -> None:
     assert cell.state == "ok", cell
     assert cell.nats.keys() >= {*numbers}
@@ -19,15 +25,15 @@ def assert_right(cell: Cell, *numbers: str) -> None:
 @pytest.mark.parametrize(
     ("name", "side", "numbers"),
     [
-        ("Mamba", "student", ("log mu", "log p")),
+        ("GPT-2", "student", ("log mu", "log p")),
         ("Qwen3-MoE", "teacher", ("log q", "top K", "reverse KL")),
     ],
 )
 def test_transformers_cell_agrees_with_float64(
-    name: str, side: str, numbers: tuple[str, ...], tmp_path: Path
+    name: str, side: str, numbers: tuple[str, ...], folder: Path
 ):
     """Dry run, run, checkpoint and weight sync; all log-probs are a plain forward's in float64."""
-    assert_right(run_cell(name, f"{side}/transformers", tmp_path), *numbers)
+    assert_right(run_cell(name, f"{side}/transformers", folder), *numbers)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +48,12 @@ def test_model_that_no_run_takes_fails_the_dry_run(
     name: str,
     cell: str,
     words: tuple[str, ...],
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """One sentence names the table, what is wrong, and the way out; nothing is loaded for it."""
     monkeypatch.setitem(sys.modules, "torchvision", None)  # also where a build for the CPU is here
-    result = run_cell(name, cell, tmp_path)
+    result = run_cell(name, cell, folder)
     assert result.state == "refused", result
     assert all(word in result.text for word in words), result.text
 
@@ -62,11 +68,11 @@ def test_model_that_no_run_takes_fails_the_dry_run(
         ("LFM2", "teacher/vllm"),
     ],
 )
-def test_vllm_cell_agrees_with_float64(name: str, cell: str, tmp_path: Path):
+def test_vllm_cell_agrees_with_float64(name: str, cell: str, folder: Path):
     """transformers' own class inside vLLM leaves the trainer's model alone; a narrow head holds;
     capped logits of a model without a head agree before and after new weights;
     queries that come split into heads are rotated by their own positions."""
-    assert_right(fill(name, cell, tmp_path, SECONDS))
+    assert_right(fill(name, cell, folder, SECONDS))
 
 
 @pytest.mark.vllm
