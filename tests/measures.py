@@ -9,6 +9,7 @@ what the lines bought.
 
 import argparse
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -39,12 +40,18 @@ def sources() -> Iterator[Path]:
     return iter(sorted(PACKAGE.rglob("*.py")))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def functions() -> list[Function]:
     """Return every function of the package, nested ones too."""
     found = []
     for path in sources():
         module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 found.append(_measured(module, node))
     return found
@@ -115,7 +122,7 @@ def containers_of_scores() -> list[str]:
     return [
         f"{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.{node.name}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
         and any(
             isinstance(part, ast.AnnAssign) and ast.unparse(part.target) == "teacher_logprobs"
@@ -132,7 +139,7 @@ def code_lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in (*skipped, tokenize.ENDMARKER):
             lines |= {*range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     return len(lines)
