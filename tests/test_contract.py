@@ -374,6 +374,14 @@ def test_ids_that_are_not_known_change_nothing(representative):
             torch.testing.assert_close(wide_out.metrics[name], out.metrics[name])
 
 
+def test_a_config_survives_its_dump():
+    """A run's record, an export and the adapter's variable carry it as JSON."""
+    for config in LOSS_TYPES.values():
+        for knobs in config.examples:
+            dump = config(**knobs).model_dump(mode="json", exclude_none=True)
+            assert TypeAdapter(AnyLoss).validate_python(dump) == config(**knobs)
+
+
 def test_advantages_with_a_gradient_are_refused():
     """Whatever the loss is."""
     config = LOSS_TYPES["default"]()

@@ -432,16 +432,12 @@ def test_masked_rows_change_nothing(name, garbage):
     assert not dirty_leaf.grad[~mask].any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["kls_and_entropy", "generalized_jsd"])
-def test_no_row_gives_a_zero_gradient(name, masked, dtype):
-    """Fresh memory is full of NaN (``conftest``)."""
-    n = 4 if masked else 0
-    student = logits(0, n=n, v=V + 6, dtype=dtype, with_bias=True)
-    two = heads(student, logits(1, n=n, dtype=dtype))
-    if masked:
-        two = two.masked(torch.zeros(n, dtype=torch.bool))
+def test_no_row_gives_a_zero_gradient(name, dtype):
+    """Fresh memory is full of NaN (``conftest``). Rows of which none counts: the contract's."""
+    student = logits(0, n=0, v=V + 6, dtype=dtype, with_bias=True)
+    two = heads(student, logits(1, n=0, dtype=dtype))
     asked(name, **EVERY[name])(two).sum().backward()
     assert all(not leaf.grad.any() for leaf in leaves(two))
 

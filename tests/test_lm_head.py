@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prime_composer.lm_head import selected_logprobs
+from prime_composer.lm_head import _check, selected_logprobs
 from tests.builders import LargestTensor
 
 
@@ -154,3 +154,11 @@ def test_an_id_that_the_head_lacks_is_refused(token):
     hidden, weight, _, _ = problem()
     with pytest.raises(ValueError, match=f"reach from {token} to {token} .* vocabulary of 37"):
         selected_logprobs(hidden, weight, torch.full((13, 1), token))
+
+
+def test_token_ids_of_other_rows_are_refused():
+    """One row of them would be that of every token. By the check itself: with the shapes executed,
+    as in these tests, jaxtyping speaks before it."""
+    hidden, weight, ids, _ = problem()
+    with pytest.raises(ValueError, match="1 rows for 13 hidden states"):
+        _check(hidden, weight, ids[:1], 1.0, (8, 8))

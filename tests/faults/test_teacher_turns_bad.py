@@ -4,7 +4,6 @@ The server's answers are right up to the end of step 2. What ends a run leaves t
 step 2, which is the one of an undisturbed run, bit for bit. What passes changes nothing.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,18 +282,6 @@ def test_teacher_restarted_with_another_model_ends_the_run(rig: Rig, tmp_path: P
             rig.teacher.start()
 
     expect_stop(rig, lambda: setattr(rig.teacher, "before", restart), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_teacher_restarted_in_the_middle_is_waited_for(rig: Rig, tmp_path: Path) -> None:
-    """A teacher that is killed and started again is waited for, and the run says so."""
-
-    def restart() -> None:
-        rig.teacher.stop()
-        threading.Timer(4.0, rig.teacher.start).start()
-
-    display = expect_wait(rig, restart, tmp_path / "run")
-    assert any("waiting" in text and rig.teacher.url in text for text in display.texts)
 
 
 @pytest.mark.slow

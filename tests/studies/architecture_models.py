@@ -219,18 +219,11 @@ def known(settings: dict[str, Any], config: Any) -> dict[str, Any]:
 
 def make_tokenizer() -> Any:
     """Return a tokenizer of single bytes, with ``<pad>`` and ``<|endoftext|>`` before them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tests import chat_models
 
-    from prime_composer.backends.hf_model import import_transformers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: index for index, text in enumerate(["<pad>", "<|endoftext|>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return import_transformers().PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<pad>"
-    )
+    tokenizer = chat_models.make_tokenizer(template=None, special=["<pad>", "<|endoftext|>"])
+    tokenizer.pad_token = "<pad>"
+    return tokenizer
 
 
 def make_model(architecture: str, seed: int) -> Any:
