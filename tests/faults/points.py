@@ -361,14 +361,14 @@ def sample_of(points: Sequence[Point], size: int, seed: int) -> list[tuple[Point
 
 
 @contextmanager
-def opened(road: str, folder: Path, forks: ForkServer, real: str | None = None) -> Iterator[Road]:
+def opened(road: str, folder: Path, forks: ForkServer) -> Iterator[Road]:
     """Open a road, with servers of its own if it has any."""
     found = Road(road, folder, forks)
     with ExitStack() as stack:
         if road != "in_process":
             from tests.faults.wire import Wire
 
-            found.wire = stack.enter_context(Wire.of_folder(models(folder.parent), real))
+            found.wire = stack.enter_context(Wire.of_folder(models(folder.parent)))
         yield found
 
 

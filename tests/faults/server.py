@@ -214,7 +214,9 @@ class RightAnswers:
                 f"This model's maximum context length is {self.max_model_len} tokens; the request "
                 f"has {len(prompt)} and {maximum} to come"
             )
-        temperature, top_p = body.get("temperature", 1.0), body.get("top_p", 1.0)
+        temperature = body.get("temperature", 1.0)
+        if body.get("top_p", 1.0) < 1:
+            raise BadRequest("the stand-in has no nucleus")
         stops = {*(body.get("stop_token_ids") or []), *self.eos}
         generator = torch.Generator().manual_seed(seed + index)
         tokens: list[int] = []
@@ -227,7 +229,7 @@ class RightAnswers:
             if temperature == 0:
                 token, shown = int(raw.argmax()), raw
             else:
-                log_mu = nucleus(torch.log_softmax(logits / temperature, dim=-1), top_p)
+                log_mu = torch.log_softmax(logits / temperature, dim=-1)
                 token = int(torch.multinomial(log_mu.exp(), 1, generator=generator))
                 shown = log_mu if self.processed else raw
             tokens.append(token)
@@ -253,17 +255,6 @@ class RightAnswers:
             "token_ids": tokens,
             "prompt_token_ids": prompt,
         }
-
-
-def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the log-probs cut to the smallest set of most probable ids with mass ``top_p``."""
-    if top_p >= 1:
-        return logprobs
-    ordered, order = logprobs.sort(descending=True)
-    before = ordered.exp().cumsum(-1) - ordered.exp()
-    kept = torch.full_like(logprobs, -torch.inf)
-    kept[order[before < top_p]] = logprobs[order[before < top_p]]
-    return torch.log_softmax(kept, dim=-1)
 
 
 @dataclass
@@ -307,7 +298,7 @@ class SpoilingServer(StandIn):
         *,
         max_logprobs: int = -1,  # largest K; -1 for the vocabulary
         api_key: str | None = None,  # asked for as a bearer token
-        processed: bool = True,  # whether log mu is after temperature and top_p
+        processed: bool = True,  # whether log mu is after temperature
         plugin: bool = False,  # whether it has the scoring plugin
         other: str | Path | None = None,  # of the same vocabulary, for ``modes.MODELS``
     ):

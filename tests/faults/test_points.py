@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.points import ROADS, WRONG, Point, Road, models, opened, pairs_of, sample_of, walk
+from tests.faults.points import ROADS, WRONG, Point, Road, opened, pairs_of, sample_of, walk
 from tests.faults.watched import FULL, KILL, SIZE, UNWATCHED
 from tests.fork_server import ForkServer
-from tests.vllm_process import QUICK, TeacherProcess
 
 ANSWERS = r"answers-[^ /]+"  # Files of a tape, one a call: they change their ends
 
@@ -89,25 +88,3 @@ def test_points_all_end_right(name: str, forks: ForkServer, tmp_path: Path) -> N
     """Every point with each of its faults."""
     _, trials = walk(name, tmp_path, forks, 2, pairs_of, lambda trial: None)
     assert [(one.words, one.message, one.detail) for one in trials if one.last == WRONG] == []
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_points_of_a_real_teacher_end_right(
-    forks: ForkServer, vllm_forks: ForkServer, tmp_path: Path
-) -> None:
-    """The same with vLLM's answers: a point of each kind of request to it, and some of files."""
-    folder, log = models(tmp_path) / "teacher", tmp_path / "server.log"
-    options = ("--dtype", "float32", "--max-model-len", 128, *QUICK)
-    with (
-        TeacherProcess(folder, log, *options, forks=vllm_forks) as server,
-        opened("served", tmp_path / "road", forks, server.url) as road,
-    ):
-        points = [
-            point
-            for point in road.record()
-            if point.server == "teacher" or "step_000002" in point.name
-        ]
-        trials = [road.disturb(*pair) for pair in sample_of(points, 12, seed=1)]
-    assert [(one.words, one.message, one.detail) for one in trials if one.last == WRONG] == []
-    assert {one.point.server for one in trials} == {None, "teacher"}

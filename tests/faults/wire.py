@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from msgspec.msgpack import decode as unpack
 
 from tests.faults import modes
@@ -50,9 +49,8 @@ class Wire:
         reached: whether the request to be disturbed has come.
     """
 
-    def __init__(self, teacher: Path, student: Path, real: str | None = None):
+    def __init__(self, teacher: Path, student: Path):
         self.teacher = NamingServer("teacher", self, teacher, other=student, plugin=True)
-        self.teacher.real = real
         self.student = NamingServer("student", self, student)
         self.process: Fork | None = None
         self.reached = False
@@ -65,9 +63,9 @@ class Wire:
 
     @classmethod
     @contextmanager
-    def of_folder(cls, models: Path, real: str | None = None) -> Iterator["Wire"]:
+    def of_folder(cls, models: Path) -> Iterator["Wire"]:
         """Start the servers of a folder's models, and stop them."""
-        wire = cls(models / "teacher", models / "student", real)
+        wire = cls(models / "teacher", models / "student")
         with wire.teacher, wire.student:
             yield wire
 
@@ -148,7 +146,6 @@ class NamingServer(SpoilingServer):
         self._name, self._wire = name, wire
         self._served = self._right
         self._weights = "first"
-        self.real: str | None = None
         self._first = {key: value.clone() for key, value in self._right.model.state_dict().items()}
         if self._other is not None:
             self._other.path = self._right.path
@@ -199,12 +196,6 @@ class NamingServer(SpoilingServer):
                 digest.update(value.numpy().tobytes())
             self._weights = digest.hexdigest()
             return reply
-        if self.real is not None and self._weights == "first":
-            content = None if body is None else json.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            url = self.real + path
-            answer = httpx.request(method, url, content=content, headers=headers, timeout=60)
-            return Reply.of(answer.content, status=answer.status_code)
         if path in ("/update_weight_version", "/weight_info", "/metrics"):
             return super().answer(method, path, body)
         key = (f"{self._name} {self._weights}", path, json.dumps(body))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from prime_composer.backends.hf_model import (
     import_transformers,
@@ -11,27 +10,11 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     read_eos_token_ids,
 )
-from tests.cross_tokenizer.toys import byte_level, trained
-from tests.studies.composed_student import build, composed
+from tests.cross_tokenizer.toys import trained
+from tests.studies.composed_student import build
 from tests.tiny_qwen import make_model
 
 TEXTS = ["Ada has 12 apples and 3 pears.\n12 + 3 = 15\n#### 15"] * 3
-
-
-def test_embedding_is_the_mean_of_the_old_tokens():
-    old = byte_level([("a", "b"), ("ab", "c")], words=False)
-    new = byte_level([("a", "b"), ("b", "a"), ("ba", "b"), ("ab", "c")], words=False)
-    embeddings = torch.randn(old.get_vocab_size(), 3, generator=torch.Generator().manual_seed(0))
-    rows = composed(embeddings, old, new)
-
-    def of(tokenizer: Tokenizer, token: str) -> int:
-        return tokenizer.token_to_id(token)
-
-    for token in ("a", "Ġ", "ab", "abc", "<end>"):
-        assert torch.equal(rows[of(new, token)], embeddings[of(old, token)])
-    a, b, ab = (embeddings[of(old, token)] for token in ("a", "b", "ab"))
-    torch.testing.assert_close(rows[of(new, "ba")], (b + a) / 2)
-    torch.testing.assert_close(rows[of(new, "bab")], (b + ab) / 2)
 
 
 def save_teacher(folder: Path) -> torch.nn.Module:
@@ -63,3 +46,9 @@ def test_student_is_the_teacher_with_another_vocabulary(tmp_path):
     old_end = load_tokenizer(tmp_path / "teacher").convert_tokens_to_ids("<end>")
     old = theirs["model.embed_tokens.weight"][old_end]
     assert torch.equal(own["model.embed_tokens.weight"][end], old)
+    # A token that the teacher lacks is the mean of its parts.
+    parts = load_tokenizer(tmp_path / "teacher").encode("12", add_special_tokens=False)
+    mean = theirs["model.embed_tokens.weight"][parts].mean(0)
+    (token,) = tokenizer.encode("12", add_special_tokens=False)
+    assert len(parts) == 2
+    torch.testing.assert_close(own["model.embed_tokens.weight"][token], mean)
