@@ -146,8 +146,10 @@ def expect_wait(rig: Rig, spoil: Callable[[], object], run_dir: Path, of: str = 
 # continued after the first of each kind.
 QUICK = [
     ("json", "positive_0.3", {}),
+    ("json", "bool", {}),
     ("json", "other_model", {}),
     ("binary", "packed_nan", {}),
+    ("binary", "packed_row_short", {}),
     ("states", "states_rows_swapped", {}),
     ("rollouts", "mu_one_for_all", {}),
 ]
@@ -295,8 +297,7 @@ def test_teacher_refusal_ends_the_run_at_once(mode: str, rig: Rig, tmp_path: Pat
     assert rig.teacher.spoiled[mode] - before <= 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["status_503", "drop"])
+@pytest.mark.parametrize("mode", [pytest.param("status_503", marks=pytest.mark.slow), "drop"])
 def test_teacher_away_for_good_ends_the_run(mode: str, rig: Rig, tmp_path: Path) -> None:
     """When ``wait`` is over, the run ends with the server's name and how to go on."""
     spoil = rig.teacher.spoil

@@ -1,13 +1,13 @@
 """Each kind of answer against float64, and the worker's book-keeping with a stand-in for vLLM's
 runner."""
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from prime_composer.scoring import runners, worker
+from prime_composer.scoring import worker
 from prime_composer.scoring.kinds import (
     GIVEN,
     HIDDEN,
@@ -18,7 +18,7 @@ from prime_composer.scoring.kinds import (
     HiddenRows,
     KindRequest,
 )
-from prime_composer.scoring.runners import answer_first, name_weights
+from prime_composer.scoring.runners import answer_first
 from prime_composer.scoring.worker import Progress, RowsRequest, read_payload
 
 V, D = 300, 16
@@ -74,6 +74,8 @@ def test_kinds_equal_a_float64_log_softmax(weight):
 class FirstRunner:
     """What is read of vLLM's first runner, for requests that come in pieces.
 
+    ``test_served.py`` asks servers with each runner.
+
     Args:
         weight: of the output head.
         requests: name -> tokens and rows_request.
@@ -120,74 +122,6 @@ class FirstRunner:
         assert answer_first(self, dict(self.rows_requests), torch.zeros(0, D), {}) == {}
 
 
-class PromptLogprobsWorker:
-    """What is replaced of vLLM's second runner."""
-
-    def __init__(self):
-        self.uses_prompt_logprobs = np.zeros(64, dtype=bool)
-
-    def add_request(self, req_id, req_idx, sampling_params):
-        self.uses_prompt_logprobs[req_idx] = True
-
-    def remove_request(self, req_id):
-        """Theirs."""
-
-    def compute_prompt_logprobs(self, *batch):
-        assert not self.uses_prompt_logprobs.any()  # vLLM would compute the whole prompt's
-        return {}
-
-
-prompt_logprob = ModuleType("prompt_logprob")
-prompt_logprob.PromptLogprobsWorker = PromptLogprobsWorker
-runners.patch_second_runner(prompt_logprob)
-
-
-class SecondRunner(FirstRunner):
-    """The same of the second runner, whose slots are in another order than its batch."""
-
-    def __init__(self, weight, requests):
-        super().__init__(weight, requests)
-        self.prompt_logprobs_worker = PromptLogprobsWorker()
-        name_weights(self)
-        self.slots = {name: len(requests) - 1 - i for i, name in enumerate(requests)}
-        self.ids = torch.zeros(len(requests), 64, dtype=torch.int32)
-        self.lengths = np.zeros(len(requests), dtype=np.int32)
-        for name, (tokens, _) in requests.items():
-            slot = self.slots[name]
-            self.ids[slot, : len(tokens)], self.lengths[slot] = torch.tensor(tokens), len(tokens)
-            self.add(name)
-
-    def add(self, name):
-        params = SimpleNamespace(extra_args=self.rows_requests[name].mark())
-        self.prompt_logprobs_worker.add_request(name, self.slots[name], params)
-
-    def answer(self, states, scheduled, starts):
-        before = [self.requests[name].num_computed_tokens for name in scheduled]
-        batch = SimpleNamespace(
-            req_ids=[*scheduled],
-            idx_mapping_np=np.array([self.slots[name] for name in scheduled]),
-            num_computed_prefill_tokens_np=np.array(before),
-            num_scheduled_tokens=np.array([*scheduled.values()]),
-            query_start_loc_np=starts,
-        )
-        return self.prompt_logprobs_worker.compute_prompt_logprobs(
-            self.model.compute_logits, states, batch, self.ids, None, self.lengths
-        )
-
-    def preempt(self, name):
-        self.prompt_logprobs_worker.remove_request(name)
-        self.requests[name].num_computed_tokens = 0
-        self.add(name)
-
-
-@pytest.fixture(scope="module", params=[FirstRunner, SecondRunner])
-def runner_class(request):
-    """Both model runners; the rows of the second one are not made vLLM's tensors."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runners, "tensors_of", lambda progress, runner: progress)
-        yield request.param
-
-
 def check(progress: Progress, weight, tokens, rows_request):
     at = torch.cat([torch.arange(*both) for both in rows_request.ranges])
     arrays = read_payload(*progress.payload(), len(at))
@@ -202,7 +136,7 @@ def check(progress: Progress, weight, tokens, rows_request):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
-def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes, monkeypatch):
+def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
     """Starts, gaps, K and lengths of all sizes in one batch, pieces too, and blocks of few rows."""
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", block_bytes)
     generator = np.random.default_rng(0)
@@ -216,7 +150,7 @@ def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes,
         skip = tuple(zip(edges[::2], edges[1::2], strict=True))
         kinds = (OWN, top(k)) if k else (OWN,)
         requests[f"r{index}"] = tokens, RowsRequest(start, len(tokens), kinds, skip)
-    runner, done = runner_class(weight, requests), {}
+    runner, done = FirstRunner(weight, requests), {}
     while len(done) < len(requests):
         scheduled = {}
         for name, (tokens, _) in requests.items():
@@ -229,19 +163,19 @@ def test_prompts_in_pieces_are_answered_whole(runner_class, weight, block_bytes,
         check(done[name], weight, tokens, rows_request)
 
 
-def test_preempted_prompt_starts_over(runner_class, weight):
+def test_preempted_prompt_starts_over(weight):
     tokens, rows_request = list(range(10)), RowsRequest(2, 10, (OWN,))
-    runner = runner_class(weight, {"r": (tokens, rows_request)})
+    runner = FirstRunner(weight, {"r": (tokens, rows_request)})
     assert runner.step({"r": 6}) == {}
     runner.preempt("r")
     check(runner.step({"r": 10})["r"], weight, tokens, rows_request)
 
 
-def test_rows_in_a_prefix_cache_are_noticed(runner_class, weight):
+def test_rows_in_a_prefix_cache_are_noticed(weight):
     """The cache had the first 5 tokens: with a start before 6, rows are missing."""
     tokens = list(range(10))
     for start, is_whole in ((6, True), (5, False), (1, False)):
-        runner = runner_class(weight, {"r": (tokens, RowsRequest(start, 10, (OWN,)))})
+        runner = FirstRunner(weight, {"r": (tokens, RowsRequest(start, 10, (OWN,)))})
         runner.requests["r"].num_computed_tokens = 5
         (progress,) = runner.step({"r": 5}).values()
         assert progress.is_whole is is_whole
@@ -250,7 +184,7 @@ def test_rows_in_a_prefix_cache_are_noticed(runner_class, weight):
                 read_payload(*progress.payload(), len(tokens) - start)
 
 
-def test_kind_that_fails_costs_its_own_requests_alone(runner_class, weight, monkeypatch):
+def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
     """The other requests of the batch get their rows, and the engine goes on."""
     calls = []
 
@@ -262,7 +196,7 @@ def test_kind_that_fails_costs_its_own_requests_alone(runner_class, weight, monk
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
     tokens = list(range(10))
     rows_requests = {"r": RowsRequest(2, 10, (top(4),)), "s": RowsRequest(2, 10, (OWN,))}
-    runner = runner_class(
+    runner = FirstRunner(
         weight, {name: (tokens, rows_request) for name, rows_request in rows_requests.items()}
     )
     done = runner.step({"r": 10, "s": 10})
@@ -273,21 +207,21 @@ def test_kind_that_fails_costs_its_own_requests_alone(runner_class, weight, monk
     assert len(calls) == 8
 
 
-def test_head_that_fails_is_vllms_own_error(runner_class, weight):
+def test_head_that_fails_is_vllms_own_error(weight):
     def head(hidden):
         raise RuntimeError("a worker is gone")
 
-    runner = runner_class(weight, {"r": ([1, 2, 3], RowsRequest(1, 3, (OWN,)))})
+    runner = FirstRunner(weight, {"r": ([1, 2, 3], RowsRequest(1, 3, (OWN,)))})
     runner.model.compute_logits = head
     with pytest.raises(HeadFailed):
         runner.step({"r": 3})
 
 
-def test_given_ids_follow_their_rows(runner_class, weight):
+def test_given_ids_follow_their_rows(weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
     rows_request = RowsRequest(3, 10, (OWN, KindRequest("given", 3, numbers=given.tobytes())))
-    runner = runner_class(
+    runner = FirstRunner(
         weight, {"r": (tokens, rows_request), "s": (tokens, RowsRequest(1, 10, (OWN,)))}
     )
     runner.step({"r": 4, "s": 10})

@@ -1,4 +1,4 @@
-"""Runs against a real `prime-rl teacher` that is killed or stopped, or comes back otherwise.
+"""Runs against a real `prime-rl teacher` that is killed, and with a tape of its answers.
 
 ``tests/faults`` has the same without vLLM.
 """
@@ -8,56 +8,38 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_composer.local.outcome import RunStopped
 from prime_composer.local.tracker import read_metrics
 from prime_composer.teachers.tape.store import inspect
 from tests.command import numbers
 from tests.local.helpers import run, tiny_models, weights
-from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
+from tests.local.killed_teacher import expect_wait_for_killed, recipe_of
 from tests.vllm_process import QUICK, TeacherProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 OPTIONS = ("--dtype", "float32", "--max-model-len", 256, *QUICK)
 
 
 @pytest.fixture(scope="module")
-def teacher(tiny_recipe):
-    return tiny_models(tiny_recipe())["teacher"]
-
-
-@pytest.fixture(scope="module")
-def server(teacher, vllm_forks, tmp_path_factory):
+def server(tiny_recipe, vllm_forks, tmp_path_factory):
+    teacher = tiny_models(tiny_recipe())["teacher"]
     log = tmp_path_factory.mktemp("log") / "server.log"
     with TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks) as process:
         yield process
 
 
-@pytest.mark.slow
 def test_run_waits_for_a_killed_prime_rl_teacher(server, tiny_recipe, tmp_path):
     """It is back seconds later with its plugin, and nothing falls back to JSON."""
     texts = expect_wait_for_killed(server, tiny_recipe, tmp_path)
     assert not any("JSON" in text for text in texts), texts
 
 
-def test_prime_rl_teacher_killed_for_good_ends_the_run(server, tiny_recipe, tmp_path):
-    """The message names the server and the newest checkpoint."""
-    raw = recipe_of(server, tiny_recipe, wait=3.0)
-    with pytest.raises(RunStopped) as stopped:
-        run(raw, tmp_path / "run", KillAt(server, then=lambda: None))
-    message = str(stopped.value)
-    assert server.url in message and "was away for 3 s" in message and "wait in" in message
-    assert stopped.value.checkpoint.step == KILLED_AFTER
-
-
-@pytest.mark.slow
-def test_tape_of_a_real_server_lets_it_stop(teacher, tiny_recipe, vllm_forks, tmp_path):
+def test_tape_of_a_real_server_lets_it_stop(server, tiny_recipe, tmp_path):
     """The second run reads every answer, and the third has no server: all end alike to the bit."""
-    log, tape = tmp_path / "server.log", str(tmp_path / "tape")
-    with TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks) as server:
-        raw = recipe_of(server, tiny_recipe, tape=tape)
-        run(raw, tmp_path / "first")
-        run(raw, tmp_path / "second")
+    tape = str(tmp_path / "tape")
+    raw = recipe_of(server, tiny_recipe, tape=tape)
+    run(raw, tmp_path / "first")
+    run(raw, tmp_path / "second")
     run(tiny_recipe(teacher={"tape": tape, "tape_only": True}), tmp_path / "alone")
     read = [record.get("tape/read") for record in read_metrics(tmp_path / "second")]
     assert read == [None, 1.0, 1.0, 1.0, 1.0]

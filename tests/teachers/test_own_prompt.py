@@ -61,28 +61,26 @@ def reference(folder: str, messages: list[dict[str, str]], rollout: Rollout, **m
 OTHER = CHATML.replace("<|im_start|>", "<|im_end|>")
 """A template that is not the teacher's tokenizer's."""
 
-ASKED = [
-    ("teacher", {"chat_template": "t.jinja"}, "Question: {}\nAnswer:", OTHER),
-    ("student", {"chat_template": True, "prompt_template": "{question}"}, "{}", None),
-    ("full", {"system": SYSTEM}, "Question: {}\nAnswer:", None),
-]
+ASKED = {
+    "teacher": ({"chat_template": "t.jinja"}, "Question: {}\nAnswer:", OTHER),
+    "student": ({"chat_template": True, "prompt_template": "{question}"}, "{}", None),
+    "full": ({"system": SYSTEM}, "Question: {}\nAnswer:", None),
+}
+"""Who chooses the ids -> a prompt, and how it is written."""
 
 
 @pytest.mark.parametrize(
-    ("loss", "prompt", "text", "template"), ASKED, ids=["teacher", "student", "full"]
+    ("backend", "loss"),
+    [
+        *(("transformers", loss) for loss in ASKED),
+        pytest.param("vllm", "full", marks=pytest.mark.vllm),
+    ],
 )
-@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_scores_are_those_under_the_teachers_prompt(
-    pair: dict[str, Any],
-    loss: str,
-    prompt: dict[str, Any],
-    text: str,
-    template: str | None,
-    backend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: dict[str, Any], backend: str, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The student's completion behind the teacher's own prompt, in whatever way it is asked."""
+    prompt, text, template = ASKED[loss]
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text(OTHER)
     pair["teacher"] |= {"prompt": prompt, "backend": backend}
