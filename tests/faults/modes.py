@@ -37,7 +37,6 @@ def each(change: Callable[[float], Any]) -> RowMode:
 
 ROWS: dict[str, RowMode] = {
     "positive_0.3": each(lambda value: value + 0.3),
-    "bool": each(lambda value: True),
     "nan": each(lambda value: math.nan),
 }
 """The checks of every value have tests of their own (``tests/backends/test_answers.py``)."""

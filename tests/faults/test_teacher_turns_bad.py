@@ -146,10 +146,8 @@ def expect_wait(rig: Rig, spoil: Callable[[], object], run_dir: Path, of: str = 
 # continued after the first of each kind.
 QUICK = [
     ("json", "positive_0.3", {}),
-    ("json", "bool", {}),
     ("json", "other_model", {}),
     ("binary", "packed_nan", {}),
-    ("binary", "packed_row_short", {}),
     ("states", "states_rows_swapped", {}),
     ("rollouts", "mu_one_for_all", {}),
 ]
