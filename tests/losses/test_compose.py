@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.losses import LOSS_TYPES, require_inputs, setup_loss_fn
 
 compose = LOSS_TYPES["compose"]
 
@@ -134,3 +134,19 @@ def test_rl_mix_weighs_both_forms():
         LOSS_TYPES["topk_reverse_kl"](
             rl_mix={"kd": 0.5, "loss": {"type": "taid", "total_steps": 3}}
         )
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("advantages", r"\[loss\.rl\.loss\] type = 'default' needs advantages.*group_size"),
+        ("support", r"\[loss\.distillation\.(tail|few)\.loss\] type = .* needs support"),
+    ],
+)
+def test_a_missing_input_names_the_recipe_key_of_its_channel(missing, message):
+    loss = setup_loss_fn(compose(**CHANNELS))
+    with pytest.raises(ValueError, match=message):
+        loss(dataclasses.replace(inputs_of(), **{missing: None}))
+    with pytest.raises(ValueError, match=message):
+        config = compose(**CHANNELS)
+        require_inputs(config, config.needs - {missing}, "call")

@@ -162,3 +162,19 @@ def test_a_sum_of_sums_names_every_metric_once():
     metrics = setup_loss_fn(config)(packed_inputs(config)).metrics
     assert {"compose/a/nll", "compose/a/default/is_masked", "compose/a/loss"} <= metrics.keys()
     assert "compose/rl/is_masked" in metrics
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"needs": property(lambda self: frozenset())}, "overrides `needs`.*`own_needs`"),
+        ({"__annotations__": {"needs": frozenset}}, "overrides `needs`.*`own_needs`"),
+        (
+            {"needs_inputs": frozenset({"planted"})},
+            r"names planted; a loss may need: ref_logprobs, support.*losses\.needs\.NEEDS",
+        ),
+    ],
+)
+def test_class_that_says_its_needs_wrong_is_refused(body, message):
+    with pytest.raises(TypeError, match=f"Wrong.*{message}"):
+        types.new_class("Wrong", (LossConfig,), exec_body=lambda namespace: namespace.update(body))

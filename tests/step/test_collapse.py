@@ -138,3 +138,22 @@ def test_ends_that_do_not_train_are_not_read():
     mask = one.rollout.loss_mask.clone()
     mask[-1] = False
     assert end_metrics([replace(one, rollout=replace(one.rollout, loss_mask=mask))]) == {}
+
+
+def test_collapse_of_a_prompt_that_repeats_is_none():
+    """The prompts 50, 51 of equal rollouts, and what came before an answer, are no answers."""
+    one = sample([51] * 3, [-1.0] * 3)
+    assert collapse_metrics([one, one, one])["rollout/repeated"] == 0
+
+
+def test_collapse_reads_the_last_answer_of_a_conversation():
+    one = sample(LOOP, [-0.5] * 21, "length")
+    longer = Rollout(
+        torch.cat([one.rollout.token_ids, torch.tensor([7, 8])]),
+        torch.cat([one.rollout.loss_mask, torch.tensor([False, False])]),
+        torch.cat([one.rollout.inference_logprobs, torch.tensor([NAN, NAN])]),
+        "length",
+        0,
+    )
+    metrics = collapse_metrics([replace(one, rollout=longer)])
+    assert metrics["rollout/repeated_tokens"] == 18 / 21 and metrics["rollout/entropy"] == 0.5

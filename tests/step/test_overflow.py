@@ -15,7 +15,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.step.batch import Sample
-from prime_composer.step.overflow import fit
+from prime_composer.step.overflow import Rule, fit
 from tests.local.helpers import Narrow, collect, open_run, run
 
 Raw = Callable[..., dict[str, Any]]
@@ -122,3 +122,8 @@ def test_hint_that_leaves_no_room_is_an_error_or_counted(tiny_recipe: Raw, tmp_p
     step = read_metrics(tmp_path / "run")[1]
     assert step["rollout/teacher_dropped"] == 1.0 and step["rollout/teacher_cut"] == 0.0
     assert "rollout/without_hint" not in step and step["grad_norm"] == 0
+
+
+@pytest.mark.parametrize(("before", "rule"), [(3, "drop"), (6, "score_head"), (9, "score_head")])
+def test_sample_without_room_for_a_token_is_dropped(before: int, rule: Rule) -> None:
+    assert fit(sample(), before, 6, rule) is None

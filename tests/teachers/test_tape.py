@@ -378,3 +378,17 @@ def test_teachers_known_requests_go_past_their_tapes(tmp_path: Path) -> None:
     first, second = TeacherId("a"), TeacherId("b")
     teachers = Teachers({first: taped, second: silent}, Routing({}, {}))
     assert dict(teachers.watched) == {first: scorer}
+
+
+def test_tape_of_a_tokenizer_alone_is_read_by_its_hash(tmp_path: Path) -> None:
+    """A folder without weights has no content of the teacher's to compare."""
+    folder, named = tmp_path / "tape", {"tokenizer": "own", "model": str(tmp_path)}
+    opened(folder, Drawn(), {"tokenizer": "own"}, ("hash", "own"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    own = config(folder, tape_only=True, **named)
+    assert tape_alone(own, "teacher", ("hash", "own"), 48, print).live is None
+    with pytest.raises(TapeError, match="teacher_tokenizer was 'own' and is 'other'"):
+        tape_alone(own, "teacher", ("hash", "other"), 48, print)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(TapeError, match="model was 'a/model' and is"):
+        tape_alone(own, "teacher", ("hash", "own"), 48, print)
