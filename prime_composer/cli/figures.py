@@ -140,11 +140,11 @@ def draw_ends(
                 color=colors(index),
                 label=", ".join(f"{axis} = {name}" for axis, name in named),
             )
-            of_teacher = last_of("teacher_entropy", group) if measure == "entropy" else {}
-            for place, point in of_teacher.items():
-                axes.plot(place + shift, point["mean"], marker="_", color=colors(index))
-        if measure == "entropy":
-            axes.set_title("entropy (dash: the teacher's)")
+            if measure == "entropy":
+                axes.set_title("entropy (dash: the teacher's)")
+                dashes = last_of("teacher_entropy", group)
+                places = [place + shift for place in dashes]
+                axes.plot(places, [p["mean"] for p in dashes.values()], "_", color=colors(index))
         axes.set_xticks(range(len(ticks)), ticks, rotation=90 if len(ticks) > 8 else 0)
         axes.set_ylim(bottom=0)
     save(figure, output)
