@@ -1,6 +1,5 @@
 """Run one island of a recipe with [diloco], all of them on this machine, or their lighthouse."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-from prime_composer.cli.machine import usable_cores
+from prime_composer.cli.machine import shared_by
 from prime_composer.cli.program import program
 from prime_composer.cli.runs import plan_local, run_local
 from prime_composer.cli.study import Process, signum_of, stop
@@ -116,7 +115,6 @@ def run_here(words: Sequence[str], replicas: int) -> int:
     Where one ends with an error the others are stopped, as by Ctrl-C. Returns the first exit status
     that is not 0; 128 + n after signal n.
     """
-    threads = str(max(1, usable_cores() // replicas))
     islands, signum = list[Process](), int(signal.SIGTERM)
     with ExitStack() as printers:
         try:
@@ -125,7 +123,7 @@ def run_here(words: Sequence[str], replicas: int) -> int:
                     [sys.executable, "-m", "prime_composer.cli", *words, "--island", str(index)],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | {"PRIME_COMPOSER_THREADS": threads},
+                    env=shared_by(replicas),
                     start_new_session=True,
                 )
                 islands.append(island)

@@ -44,6 +44,14 @@ def usable_cores() -> int:
         return cores
 
 
+def shared_by(processes: int) -> dict[str, str]:
+    """Return the environment of each of several processes that compute at the same time."""
+    threads = os.environ.get("PRIME_COMPOSER_THREADS", "")
+    if not threads.isdecimal():
+        return dict(os.environ)
+    return os.environ | {"PRIME_COMPOSER_THREADS": str(max(1, int(threads) // processes))}
+
+
 def choose_engine(engine: str) -> tuple[str, str]:
     """Return the engine to use, and the reason. "auto" is prime-rl where it and a GPU are there."""
     if engine != "auto":

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from prime_composer.cli.machine import shared_by
 from prime_composer.cli.program import program
 from prime_composer.cli.study_file import StudyRun, is_finished, load_study
 from prime_composer.cli.study_report import summary, write_report
@@ -148,7 +149,7 @@ def run_all(runs: Sequence[StudyRun], jobs: int, failed: list[str]) -> None:
                     print(f"{label}: {summary(run)} (kept)", flush=True)
                     continue
                 print(f"{label}: running; progress in {run.log}", flush=True)
-                active.append((label, run, start(run)))
+                active.append((label, run, start(run, jobs)))
             for ended in [one for one in active if one[2].poll() is not None]:
                 active.remove(ended)
                 label, run, process = ended
@@ -163,8 +164,8 @@ def run_all(runs: Sequence[StudyRun], jobs: int, failed: list[str]) -> None:
         raise
 
 
-def start(run: StudyRun) -> Process:
-    """Start or resume one run in a process of its own, with a log beside its directory."""
+def start(run: StudyRun, jobs: int) -> Process:
+    """Start or resume one of ``jobs`` runs, each in a process of its own, with a log beside it."""
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
     if run.recipe.diloco is not None:
@@ -174,14 +175,18 @@ def start(run: StudyRun) -> Process:
     if run.has_begun:
         command.append("--resume")
     run.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    return call(command, run.log)
+    return call(command, run.log, shared_by(jobs))
 
 
-def call(command: Sequence[str], log: Path) -> Process:
+def call(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Process:
     """Start a process out of the terminal's reach, whose output is appended to ``log``."""
     with log.open("a", encoding="utf-8") as file:
         return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
 
 

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from prime_composer.backends.cpu_guard import THREADS_VARIABLE
 from prime_composer.cli import figures
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
@@ -47,7 +48,7 @@ class Ended(subprocess.Popen[bytes]):
 def run_here(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Run a study's command lines within this process, without their figures: seconds each."""
 
-    def call(command: Sequence[str], log: Path) -> Ended:
+    def call(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
         assert list(command[:3]) == [sys.executable, "-m", "prime_composer.cli"]
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
             return Ended(main(command[3:]))
@@ -395,10 +396,18 @@ def test_a_stopped_or_diverged_study_compares_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its exit status is that of its runs."""
-    monkeypatch.setattr(study_module, "call", lambda command, log: Ended(status))
+    environments = []
+
+    def call(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Ended:
+        environments.append(environment)
+        return Ended(status)
+
+    monkeypatch.setattr(study_module, "call", call)
+    monkeypatch.setenv(THREADS_VARIABLE, "5")  # of the whole command
     folder = tmp_path / "runs"
     command = ["study", str(study_file(seeds=[0])), "--output-dir", str(folder), *words]
-    assert main(command) == status
+    assert main([*command, "--jobs", "2"]) == status
+    assert {one[THREADS_VARIABLE] for one in environments} == {"2"}
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
     assert "| tail | 0 of 1 |\n" in (folder / "table.md").read_text()
