@@ -10,9 +10,7 @@ what the lines bought.
 import argparse
 import ast
 import functools
-import io
 import re
-import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -117,28 +115,10 @@ def lower() -> None:
     BUDGETS.write_text("\n\n".join(blocks) + "\n")
 
 
-def containers_of_scores() -> list[str]:
-    """Return the classes with a field for a teacher's log-probs of a support."""
-    return [
-        f"{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.{node.name}"
-        for path in sources()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef)
-        and any(
-            isinstance(part, ast.AnnAssign) and ast.unparse(part.target) == "teacher_logprobs"
-            for part in node.body
-        )
-    ]
-
-
 def code_lines(path: Path) -> int:
     """Return the lines that hold more than a comment, a docstring or nothing."""
-    text = path.read_text()
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (*skipped, tokenize.ENDMARKER):
-            lines |= {*range(token.start[0], token.end[0] + 1)}
+    text = path.read_text().splitlines()
+    lines = {at for at, line in enumerate(text, 1) if line.strip() and line.lstrip()[0] != "#"}
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
@@ -160,7 +140,6 @@ def main() -> None:
     each = functions()
     print("longest bodies:", [(f.name, f.body) for f in sorted(each, key=lambda f: -f.body)[:6]])
     print("deepest:", [(f.name, f.nesting) for f in sorted(each, key=lambda f: -f.nesting)[:6]])
-    print("containers of a teacher's scores:", containers_of_scores())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,22 +47,6 @@ def test_fork_sees_what_a_new_process_sees(
     assert (fork.returncode, fork.stderr) == (new.returncode, new.stderr) == (3, "from __main__\n")
     expected = json.loads(new.stdout) | {"decimal": True}
     assert json.loads(fork.stdout) == expected
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_fork_ended_by_a_signal_has_its_status(
-    signum: signal.Signals, servers: dict[str, ForkServer]
-) -> None:
-    """Two at once: only one of them gets the signal."""
-    code = "import time\nprint(1, flush=True)\ntime.sleep(60)"
-    one, other = (servers["second"].start("-c", code) for _ in range(2))
-    assert one.pid != other.pid and one.poll() is None
-    one.poll(0.2)  # SIGINT before its first line would end the server's code
-    one.send_signal(signum)
-    assert one.wait(10) == -signum and other.poll() is None
-    other.kill()
-    assert [process.communicate(10)[0] for process in (one, other)] == ["1\n", "1\n"]
-    assert other.returncode == -signal.SIGKILL
 
 
 def test_variable_that_is_read_once_needs_a_new_process(servers: dict[str, ForkServer]) -> None:

@@ -42,12 +42,6 @@ def test_the_package_and_every_loss_need_no_optional_part() -> None:
     assert loaded_after(code) == set()
 
 
-def test_loading_a_recipe_imports_no_engine(torch_forks: ForkServer) -> None:
-    recipe = REPO / "recipes" / "gsm8k_opd.toml"
-    code = f"from prime_composer.recipe import load_recipe\nload_recipe({str(recipe)!r})"
-    assert loaded_after(code, torch_forks.run) == set()
-
-
 def test_a_path_with_a_typo_is_refused_before_an_engine_is_imported(
     torch_forks: ForkServer, tmp_path: Path
 ) -> None:
@@ -69,10 +63,3 @@ def test_libraries_use_their_own_compiled_files() -> None:
     }
     assert cached["torch"]
     assert [name for name, file in cached.items() if ".opt-jaxtyping" in file] == []
-
-
-def test_the_help_text_does_not_import_torch() -> None:
-    code = "import prime_composer.cli.commands as cli, sys\n"
-    code += "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
-    code += "assert 'torch' not in sys.modules"
-    assert loaded_after(code) == set()

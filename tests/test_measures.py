@@ -5,12 +5,10 @@
 
 import pytest
 
-from tests.measures import PROJECT, budgets, containers_of_scores, functions, totals
+from tests.measures import PROJECT, budgets, functions, totals
 
 LONGEST_BODY = 70
 DEEPEST_BLOCK = 4
-CONTAINERS = {"contract.Scores", "contract.Support"}
-"""A teacher's response from the wire to the loss: the record, and its columns at the loss."""
 WORDS = {
     "README.md": 700,
     "recipes/README.md": 4500,
@@ -42,7 +40,3 @@ def test_page_stays_within_its_words(page: str) -> None:
 def test_no_function_is_longer_or_deeper_than_the_limits() -> None:
     found = functions()
     assert [f.name for f in found if f.body > LONGEST_BODY or f.nesting > DEEPEST_BLOCK] == []
-
-
-def test_scores_have_two_containers() -> None:
-    assert set(containers_of_scores()) == CONTAINERS

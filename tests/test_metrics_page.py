@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from docs import metrics
 from prime_composer.local.tracker import read_metrics
 from tests.local.helpers import run
@@ -35,12 +33,3 @@ def test_metrics_page_has_every_number_of_a_run(tmp_path: Path) -> None:
     assert {"distillation/kl", "distillation/kl/sums", "compose/kd/kl_mass"} <= logged
     form = rf"(?:compose/(?:kd|rl)/)?(?:{shown})(?:/(?:sums|chains))?|distillation/kl"
     assert [name for name in sorted(logged) if not re.fullmatch(form, name)] == []
-
-
-@pytest.mark.parametrize("table,name", [("OF_LOSSES", "kl_mass"), ("OF_A_STEP", "tape/read")])
-def test_metric_without_a_meaning_is_refused(
-    monkeypatch: pytest.MonkeyPatch, table: str, name: str
-) -> None:
-    monkeypatch.delitem(getattr(metrics, table), name)
-    with pytest.raises(ValueError, match=f"without a meaning: .*{name}"):
-        metrics.page()

@@ -66,14 +66,6 @@ def test_readme_command_lines_parse() -> None:
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
-def test_readme_names_every_room_and_every_readme() -> None:
-    """A reader finds the other documents, and each command of the table of rooms exists."""
-    texts = "\n".join(paths())
-    for folder in ("recipes", "prime_composer/losses", "prime_composer/upstream", "tests"):
-        assert f"{folder}/README.md" in texts
-    assert {shlex.split(command)[1] for command in commands()} >= {"rl", "check", "report", "study"}
-
-
 def test_python_block_of_the_losses_runs_and_its_comment_holds() -> None:
     names: dict[str, Any] = {}
     page = (ROOT / "prime_composer" / "losses" / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import prime_composer.cli.study_file
 import prime_composer.upstream.settings  # noqa: F401
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.schema import Recipe
-from prime_composer.tables import Table, nearest
+from prime_composer.tables import Table
 
 
 def package_tables(base: type[Table] = Table) -> Iterator[type[Table]]:
@@ -50,17 +50,3 @@ def test_key_of_a_path_refuses_a_url() -> None:
     assert PATHS
     for cls, name in PATHS:
         assert messages(cls, name, "http://me:secret@host") == expected, (cls, name)
-
-
-@pytest.mark.parametrize(
-    "word,known,near",
-    [
-        ("K", ["type", "k"], "k"),
-        ("Kl_Tau", ["kl_tau", "k"], "kl_tau"),
-        ("MAX_TOKENS", ["max_tokens"], "max_tokens"),
-        ("zzz", ["type", "k"], None),
-    ],
-)
-def test_nearest_reads_a_word_in_any_case(word, known, near):
-    """A key in another case is the commonest of all slips."""
-    assert nearest(word, known) == near

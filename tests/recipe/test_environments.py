@@ -20,19 +20,6 @@ def raw(**of_environment: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("environment_id", ["primeintellect/gsm8k", "owner/wiki_search@0.1.2"])
-def test_id_of_verifiers_is_taken(environment_id: str) -> None:
-    """As verifiers and prime-rl name an environment."""
-    recipe = parse_recipe(raw(id=environment_id))
-    assert recipe.environments_by_id["rev"].id == environment_id
-
-
-@pytest.mark.parametrize("key", ["prompt_template", "size"])
-def test_key_of_problems_is_refused(key: str) -> None:
-    """Nothing of a math problem is silently accepted beside an id."""
-    assert f"unknown key environments.rev.{key}; " in refusal(raw(**{key: "x"}))
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

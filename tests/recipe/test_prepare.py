@@ -1,13 +1,12 @@
 """The two kinds of `[*.prepare]`: a model that is generated, and one that is rounded."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_composer.recipe.loading import load_recipe, parse_recipe
-from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.prepare import DamagedConfig
 from tests.recipe.helpers import refusal
 
 ROUNDED: dict[str, Any] = {"from": "org/model", "quantize": {"bits": 3, "group": 32}}
@@ -37,11 +36,6 @@ def test_prepare_from_changes_an_existing_model(prepare: dict[str, Any]) -> None
     assert parse_recipe(dump) == recipe
 
 
-def test_prepare_without_a_source_is_a_generated_model() -> None:
-    generated = parse_recipe(recipe_with({"layers": 2})).student.prepare
-    assert isinstance(generated, PrepareConfig) and generated.layers == 2
-
-
 @pytest.mark.parametrize(
     ("prepare", "complaint"),
     [
@@ -60,17 +54,3 @@ def test_prepare_without_a_source_is_a_generated_model() -> None:
 )  # fmt: skip
 def test_prepare_that_does_not_fit_is_refused(prepare: Any, complaint: str) -> None:
     assert complaint in refusal(recipe_with(prepare))
-
-
-def test_override_reaches_the_rounding(tmp_path: Path) -> None:
-    """Bits and source are changed as any other key; a model replaces the whole table."""
-    import tomli_w
-
-    path = tmp_path / "r.toml"
-    path.write_text(tomli_w.dumps(recipe_with(ROUNDED)))
-    items = ["student.prepare.quantize.bits=4", "student.prepare.from=DIR"]
-    prepare = load_recipe(path, items).student.prepare
-    assert isinstance(prepare, DamagedConfig)
-    assert prepare.quantize is not None
-    assert prepare.source == "DIR" and prepare.quantize.bits == 4
-    assert load_recipe(path, ["student.model=DIR"]).student.prepare is None

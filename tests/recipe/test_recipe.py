@@ -1,15 +1,13 @@
 """Recipes: what is accepted, and what the messages of the refused ones name."""
 
 import json
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_composer.losses import LOSS_FNS, LOSS_TYPES
+from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
@@ -102,42 +100,17 @@ def test_every_table_refuses_unknown_keys() -> None:
     assert all(table.model_config.get("extra") == "forbid" for table in tables)
 
 
-OUTSIDE = """
-from typing import Literal
-from prime_composer import LossInputs, LossOutputs
-from prime_composer.losses import LossConfig
-
-class HuberConfig(LossConfig):
-    type: Literal["loss_of_a_recipe:huber"] = "loss_of_a_recipe:huber"
-    needs_inputs = frozenset({"ref_logprobs"})
-    delta: float = 1.0
-
-def huber(inputs: LossInputs, config: HuberConfig) -> LossOutputs:
-    gap = inputs.trainer_logprobs - inputs.ref_logprobs
-    return LossOutputs(loss=gap.square().sum(), metrics={})
-"""
-
-
-@pytest.fixture
-def loss_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A loss from outside the package, unregistered afterwards."""
-    (tmp_path / "loss_of_a_recipe.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "loss_of_a_recipe:huber"
-    yield name
-    LOSS_FNS.pop(LOSS_TYPES.pop(name, None), None)
-    sys.modules.pop("loss_of_a_recipe", None)
-
-
-def test_recipe_takes_a_loss_from_outside(loss_of_a_recipe: str) -> None:
+def test_recipe_takes_a_loss_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss from outside the package has its knobs in [loss], and keeps them in the dump."""
-    raw = with_value("loss", {"type": loss_of_a_recipe, "delta": 0.5})
+    monkeypatch.syspath_prepend(ROOT / "tests" / "examples")
+    huber = "my_loss:huber"
+    raw = with_value("loss", {"type": huber, "delta": 0.5})
     recipe = parse_recipe(raw)
-    assert recipe.loss.model_dump(exclude_unset=True) == {"type": loss_of_a_recipe, "delta": 0.5}
+    assert recipe.loss.model_dump(exclude_unset=True) == {"type": huber, "delta": 0.5}
     assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
-    message = refusal(with_value("loss", {"type": loss_of_a_recipe, "detla": 0.5}))
+    message = refusal(with_value("loss", {"type": huber, "detla": 0.5}))
     assert message == "r.toml: unknown key loss.detla; did you mean delta?"
-    nested = {"teacher": {"loss": {"type": loss_of_a_recipe, "detla": 0.5}}}
+    nested = {"teacher": {"loss": {"type": huber, "detla": 0.5}}}
     message = refusal(with_value("loss", {"type": "compose", "distillation": nested}))
     assert (
         message == "r.toml: unknown key loss.distillation.teacher.loss.detla; did you mean delta?"

@@ -31,24 +31,6 @@ def test_reference_names_every_key_and_loss() -> None:
             assert f"| `{knob}` |" in text or f"`[loss.{knob}]`" in text, (name, knob)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "| `steps` | integer ≥ 1, ≤ 100000000 | required | Optimizer steps. |",
-        "| `top_p` | number > 0, ≤ 1 | `1.0` | Nucleus sampling. log mu is that of the truncated "
-        "distribution. |",
-        '| `backend` | text | `"vllm"` | What samples the rollouts: `vllm`, `transformers`, '
-        "`server`, or one of your own, `my_package.my_module:MySampler`. Not exported: prime-rl "
-        "samples with vLLM. |",
-        '| `other_source` | `"data"` or `"teacher"` | `"data"` | Where the other sequences come '
-        "from: the data's solutions, or answers that the teacher samples. Of several teachers it "
-        "is the problem's, and of a mixture one that is drawn by weight. |",
-    ],
-)
-def test_reference_row_has_type_default_and_meaning(row: str) -> None:
-    assert row in reference.reference().splitlines()
-
-
 def test_reference_check_fails_until_written(tmp_path: Path) -> None:
     """--check fails on a stale page, and --write renews only the text between the markers."""
     page = tmp_path / "page.md"

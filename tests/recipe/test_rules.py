@@ -323,6 +323,8 @@ COMMANDS: list[tuple[Callable[[dict[str, Any], Path], object], Case, list[str]]]
     (probed, {"teacher": ALONE}, ["--set teacher.tape_only=false"]),
     (probed, {**BEGUN, "rollout": {"backend": "server", "url": "http://a:1"}},
      ["student.lora.start", "rollout.backend"]),
+    (probed, {"student": QUANTIZED, "rollout": {"backend": "server", "url": "http://a:1"}},
+     ["student.quantize", "rollout.backend"]),
     (for_trl, BALANCED, ["balance", "prime-composer rl"]),
     (for_trl, {"rollout": AHEAD}, ["rollout.ahead", "its [loss] table alone"]),
     (for_trl, ISLANDS, ["[diloco]", "its [loss] table alone"]),
