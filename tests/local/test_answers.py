@@ -78,38 +78,6 @@ def test_answers_show_brackets_escapes_and_length(
     assert str(shown("a" * 320)) == "a" * 320
 
 
-def test_report_prefers_answers_that_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """First what became right, then what is another text, then the others, each in their order."""
-    before = [
-        answer("same", "one"),
-        answer("was right", "two", correct=True),
-        answer("old", "three"),
-        answer("nonsense", "four"),
-        answer("kept", "five", correct=True),
-    ]
-    after = [
-        answer("same", "one"),
-        answer("is wrong", "two"),
-        answer("new", "three"),
-        answer("now right", "four", correct=True),
-        answer("kept", "five", correct=True),
-    ]
-    write_answers(tmp_path, 0, before)
-    write_answers(tmp_path, 0, [answer("as it was taught", "four", correct=True)], of="teacher")
-    write_answers(tmp_path, 4, after)
-    lines = [line.split() for line in printed(tmp_path, [0, 4], capsys).splitlines()]
-    questions = [words[1] for words in lines if words[:1] == ["question"]]
-    assert questions == ["four", "two", "three"]
-    place = lines.index(["question", "four"])
-    assert [" ".join(words) for words in lines[place + 2 : place + 5]] == [
-        "before (wrong) nonsense",
-        "after 4 steps (correct) now right",
-        "teacher (correct) as it was taught",
-    ]
-
-
 def test_answers_to_conversations_are_matched_by_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

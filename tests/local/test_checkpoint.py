@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from prime_composer.backends import errors
 from prime_composer.local import checkpoint as module
 from prime_composer.local import disk
 from prime_composer.local.checkpoint import (
@@ -326,17 +324,6 @@ def test_check_room_counts_the_checkpoints_that_will_go(
             NoRoom, match=rf"need {2 * size + 2} bytes .* room for {2 * size} bytes"
         ):
             check_room(tmp_path, size + 1, 2, resumed)
-
-
-def test_naming_names_the_file_of_an_open_one(tmp_path: Path) -> None:
-    """An error of a write or a flush names no file; one that names its own keeps it."""
-    for error, named in ((OSError(5, "broken"), "mine"), (OSError(5, "broken", "own"), "own")):
-        with pytest.raises(OSError) as caught, errors.naming_file(Path("mine")):
-            raise error
-        assert caught.value.filename == named
-    with pytest.raises(OSError) as caught, errors.naming_file(Path("mine")):
-        raise SafetensorError("Error while serializing: I/O error: broken (os error 5)")
-    assert (caught.value.errno, caught.value.filename) == (5, "mine")
 
 
 def test_save_checkpoint_whose_name_is_not_flushed_is_none(

@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
     Collector,
     group_advantages,
     mean_by_environment,
 )
-from prime_composer.local.engine import Engine
-from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
-from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.samplers.transformers import TransformersSampler
 from tests.conftest import TINY_RECIPE, changed
-from tests.local.helpers import collect, rollout, run, tiny_models
+from tests.local.helpers import run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -62,29 +58,6 @@ def test_student_fraction_replaces_sequences_by_solutions(tiny_recipe: Raw, tmp_
     run(raw, tmp_path / "mixed")
     mixed = read_metrics(tmp_path / "mixed")[1:]
     assert all(0 < record["rollout/reward"] < 1 for record in mixed)
-
-
-def test_collect_counts_answers_without_a_verdict(
-    tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Math-Verify's time-outs of a step are a metric, and its answers share one budget."""
-
-    def judge(text: str, problem: Problem, config: DataConfig, budget: Any) -> float:
-        budget.timeouts += 1
-        return 0.0
-
-    raw = tiny_recipe(data={"size": 60, "metric": "math_verify"})
-    recipe = parse_recipe(raw)
-    problems = [Problem(str(i), "#### 1") for i in range(8)]
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
-    tokenized = TokenizedProblems(ProblemSet(problems, [], recipe.sources), tokenizer)
-    # Without an open teacher nothing scores. The sampler is never called.
-    sampler = TransformersSampler(tiny_models(TINY_RECIPE)["student"])
-    engine = Engine(tokenized, recipe.loss, sampler.model, sampler)
-    monkeypatch.setattr(tokenized_problems, "reward", judge)
-    monkeypatch.setattr(Collector, "answers", lambda *rest: [rollout(group) for group in range(6)])
-    _, metrics = collect(engine, recipe, 1)
-    assert metrics["rollout/answer_timeouts"] == 6.0
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["data", "environments"])

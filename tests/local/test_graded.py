@@ -131,12 +131,6 @@ def test_evaluation_scores_each_problem_by_its_metric() -> None:
     assert abs(measured["eval/bleu"] - sum(sentences) / 2) > 0.02
 
 
-def test_evaluation_of_one_metric_has_its_name_alone() -> None:
-    """A run on summaries has no ``eval/accuracy``."""
-    measured = evaluator({"news": SOURCES["news"]}).student()
-    assert measured == {"eval/rouge2": 0.5, "eval/truncated": 0.0}
-
-
 def test_reward_of_a_rollout_is_that_of_its_sentence() -> None:
     """Advantages are rewards minus the group's mean, with any rewards."""
     measuring = evaluator()

@@ -1,7 +1,7 @@
 """Temperatures, denominators and bounds of a loss, as a run on this machine has them."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from prime_composer.contract import LossInputs
-from prime_composer.local.tracker import read_metrics
+from prime_composer.local.engine import Engine
+from prime_composer.local.student import Student
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.step.mismatch import SamplerCheck
+from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.step.mismatch import Mismatch, SamplerCheck
 from prime_composer.step.student_forward import student_inputs
-from tests.local.helpers import random_samples, run
+from tests.local.helpers import collect, opened, random_samples
 
 Raw = Callable[..., dict[str, Any]]
 RL = {"rollout__group_size": 2}
@@ -44,16 +46,37 @@ WITH_RATIOS = {
 OF_RATIOS = ("is_masked", "is_masked_low", "is_clipped", "ratio_at_bound", "mismatch_kl")
 
 
+@pytest.fixture(scope="module")
+def engine(tiny_recipe: Raw) -> Iterator[Engine]:
+    """Open models, whose weights no test changes."""
+    with opened(tiny_recipe()) as engine:
+        yield engine
+
+
+def first_step(engine: Engine, raw: dict[str, Any], *sizes: int) -> list[dict[str, float]]:
+    """Return what the first step measures up to the optimizer, by tokens of a micro-batch."""
+    recipe = parse_recipe(raw)
+    student = Student(recipe, engine)
+    batch, _ = collect(replace(engine, loss=recipe.loss), recipe, 1)
+    found = []
+    for size in sizes:
+        config = recipe.trainer.model_copy(update={"micro_batch_tokens": size})
+        assert student.sampler_check is not None
+        mismatch = Mismatch(student.sampler_check)
+        engine.model.zero_grad()
+        measured = accumulate_gradients(engine.model, student.loss, batch, config, 1, mismatch)
+        found.append(measured | mismatch.result(1))
+    return found
+
+
 @pytest.mark.parametrize("name", WITH_RATIOS)
 def test_first_step_at_a_temperature_drops_no_token(
-    name: str, tiny_recipe: Raw, tmp_path: Path
+    name: str, engine: Engine, tiny_recipe: Raw
 ) -> None:
     """The first step is on-policy: p/mu is 1 at each token, in every loss that has the ratio."""
     loss, changes = WITH_RATIOS[name]
-    raw = tiny_recipe(loss=loss, rollout__temperature=0.5, trainer__steps=1, **changes)
-    raw["eval"] = {"every": 0, "size": 2, "kl_size": 0}
-    run(raw, tmp_path / "run")
-    record = read_metrics(tmp_path / "run")[1]
+    raw = tiny_recipe(loss=loss, rollout__temperature=0.5, **changes)
+    (record,) = first_step(engine, raw, 1000)
     own = {key: value for key, value in record.items() if key.endswith(OF_RATIOS)}
     assert len(own) > 1 and "sampler/mismatch_kl" in own
     assert own == pytest.approx(dict.fromkeys(own, 0.0), abs=1e-8)
@@ -141,21 +164,12 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_metrics_do_not_depend_on_micro_batches(
-    name: str, tiny_recipe: Raw, tmp_path: Path
+    name: str, engine: Engine, tiny_recipe: Raw
 ) -> None:
     """Each mean is over its own tokens of the step, wherever a modifier removes some."""
-    found = []
-    for size in (64, 100_000):
-        raw = tiny_recipe(loss=TABLES[name], trainer__steps=1, trainer__micro_batch_tokens=size)
-        raw["rollout"]["group_size"] = 2
-        raw["trainer"]["lr"] = 1e-3
-        raw["eval"] = {"every": 0, "size": 2, "kl_size": 0}
-        run(raw, tmp_path / str(size))
-        found.append(read_metrics(tmp_path / str(size))[1])
-    first, second = (
-        {key: value for key, value in one.items() if "/" in key and not key.startswith("time/")}
-        for one in found
-    )
+    raw = tiny_recipe(loss=TABLES[name], rollout__group_size=2)
+    first, second = first_step(engine, raw, 64, 100_000)
+    assert len(first) > 2
     for one in (first, second):  # a share of the largest in a micro-batch is none of a step
         for key in [key for key in one if key.endswith("top1pct")]:
             del one[key]

@@ -3,13 +3,14 @@
 import json
 import shutil
 from contextlib import closing, nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.hf_model import import_transformers, load_model
+from prime_composer.backends.hf_model import load_model
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
@@ -26,45 +27,27 @@ from prime_composer.teachers.compatibility import (
     check_vocabularies,
 )
 from prime_composer.teachers.server import ServerScorer
+from tests.chat_models import SPECIAL, make_tokenizer
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
 from tests.local.helpers import open_run, opened, run, tiny_models
+from tests.teachers.own import wrapped
 
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
 
 
-def make_tokenizer(words, merges=(), eos="<eos>", unknown="<unk>"):
-    """A word-level or (with merges) BPE tokenizer whose ids are the order of ``words``."""
-    import tokenizers
-
-    transformers = import_transformers()
-    vocab = {word: i for i, word in enumerate(words)}
-    model = (
-        tokenizers.models.BPE(vocab=vocab, merges=list(merges), unk_token=unknown)
-        if merges
-        else tokenizers.models.WordLevel(vocab, unk_token=unknown)
-    )
-    fast = tokenizers.Tokenizer(model)
-    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=fast, eos_token=eos, unk_token=unknown
-    )
-
-
-WORDS = ["<unk>", "<eos>", "<pad>", "sold", "clips", "May", "72"]
-
-
-LETTERS = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"]
+MERGES = [("s", "o"), ("o", "l")]
 
 
 @pytest.mark.parametrize(
     ("student", "teacher", "words"),
     [
-        ([WORDS], [[*WORDS[:3], "clips", "sold", *WORDS[5:]]],
+        (partial(make_tokenizer, plain=["sold", "clips"]),
+         partial(make_tokenizer, plain=["clips", "sold"]),
          r"'clips' is 4 and 3\); choose a teacher and a student with one tokenizer"),
-        ([WORDS], [["<unk>", "sold", "<pad>", "<eos>", *WORDS[4:]]],
-         "special token '<eos>' has id 1 for the student and 3 for the teacher"),
-        ([LETTERS, [("s", "o"), ("l", "d")]], [LETTERS, [("o", "l")]],
+        (make_tokenizer, partial(make_tokenizer, special=SPECIAL[::-1]),
+         r"special token '<\|endoftext\|>' has id 0 for the student and 2 for the teacher"),
+        (partial(wrapped, [*MERGES, ("so", "l")]), partial(wrapped, [*MERGES, ("s", "ol")]),
          "although their vocabularies are equal"),
     ],
     ids=["swapped", "special", "merges"],
@@ -72,7 +55,7 @@ LETTERS = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"
 def test_vocabularies_with_swapped_ids_are_refused(student, teacher, words):
     """So are other ids of special tokens, and other splits."""
     with pytest.raises(PreflightError, match=words):
-        check_tokenizers(make_tokenizer(*student), make_tokenizer(*teacher))
+        check_tokenizers(student(), teacher())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +70,7 @@ def test_vocabularies_with_swapped_ids_are_refused(student, teacher, words):
 def test_k_or_head_out_of_reach_names_sizes_and_remedy(student, teacher, limit, k, message):
     limits = Limits(vocab_size=teacher, max_logprobs=limit)
     with pytest.raises(PreflightError, match=message):
-        check_vocabularies(student, limits, len(WORDS), k)
+        check_vocabularies(student, limits, 7, k)
 
 
 @pytest.mark.parametrize(

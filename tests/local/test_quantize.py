@@ -11,7 +11,6 @@ from torch.nn.utils import parametrize
 
 from prime_composer.backends.hf_model import load_model, load_student
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.probe.run import probe
 from prime_composer.local.student import ExplodedWeights, Student
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set
@@ -193,14 +192,6 @@ def test_moving_teachers_follow_the_rounded_policy(raw: dict[str, Any]) -> None:
             expected = 0.75 * start[name] + 0.25 * layer.weight
             torch.testing.assert_close(teacher.model.get_submodule(name).weight, expected)
             assert not torch.equal(layer.weight, start[name])
-
-
-def test_probe_sends_no_rounded_weights_to_a_server(raw: dict[str, Any]) -> None:
-    """Others may use it."""
-    raw["rollout"] |= {"backend": "server", "url": "http://127.0.0.1:9"}
-    recipe = parse_recipe(raw)
-    (finding,) = probe(recipe, load_problem_set(recipe.sources), {}, print).findings
-    assert finding.state == "failed" and finding.text.startswith("student.quantize would send")
 
 
 def test_weights_that_are_not_finite_are_not_saved(raw: dict[str, Any]) -> None:

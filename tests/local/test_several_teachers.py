@@ -73,11 +73,13 @@ def test_two_teachers_of_two_environments_train_one_student(
 
     def judge(text: str, problem: Problem, config: Any, budget: Any) -> float:
         checked.add((problem.environment, config.prompt_template))
+        budget.timeouts += 1
         return float(problem.environment == "sums")
 
     monkeypatch.setattr(tokenized_problems, "reward", judge)
-    outcome = run(raw(), tmp_path)
-    environments = parse_recipe(raw()).environments
+    table = raw(environments__sums__metric="math_verify")
+    outcome = run(table, tmp_path)
+    environments = parse_recipe(table).environments
     assert checked == {(name, data.prompt_template) for name, data in environments.items()}
     first = outcome.evaluations[0]
     for name in ("eval/accuracy", "eval/reverse_kl", "teacher/accuracy"):
@@ -88,6 +90,7 @@ def test_two_teachers_of_two_environments_train_one_student(
     step = next(record for record in read_metrics(tmp_path) if "loss" in record)
     names = ("rollout/reward", "rollout/reward/sums", "rollout/reward/chains")
     assert [step[name] for name in names] == [0.5, 1.0, 0.0]
+    assert step["rollout/answer_timeouts"] == 6.0  # of one budget
 
 
 def test_teacher_accuracy_is_over_the_problems_of_its_share(
@@ -147,11 +150,13 @@ def test_balanced_step_weights_its_environments_alike(tmp_path: Path) -> None:
     assert balanced["loss"] != plain["loss"]
 
 
-def test_reverse_kl_is_to_each_environments_own_teacher(tmp_path: Path) -> None:
-    """One environment's KL under routing is that of a run whose only teacher is its own."""
-    routed = run(raw(trainer__steps=1), tmp_path / "routed").evaluations[0]
-    alone = raw(trainer__steps=1, environments__sums__teacher="long")
-    only_long = run(alone, tmp_path / "alone").evaluations[0]
+def test_reverse_kl_is_to_each_environments_own_teacher(opened: tuple[Recipe, Engine]) -> None:
+    """One environment's KL under routing is that of a recipe whose only teacher is its own."""
+    recipe, engine = opened
+    routed = Evaluator(engine, recipe).student()
+    recipe, engine = open_run(raw(environments__sums__teacher="long"))
+    with engine:
+        only_long = Evaluator(engine, recipe).student()
     assert routed["eval/reverse_kl/chains"] == only_long["eval/reverse_kl/chains"]
     assert abs(routed["eval/reverse_kl/sums"] - only_long["eval/reverse_kl/sums"]) > 0.02
 

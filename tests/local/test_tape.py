@@ -17,7 +17,7 @@ from prime_composer.teachers.tape.store import FILES, TapeError, inspect
 from prime_composer.teachers.transformers import TransformersScorer
 from tests.command import numbers, toml
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import copy_first_half, run, tiny_models, weights
+from tests.local.helpers import collect, copy_first_half, opened, run, tiny_models, weights
 from tests.teachers.own import own_recipe
 
 Raw = Callable[..., dict[str, Any]]
@@ -59,10 +59,8 @@ LOSSES = {
 def test_run_with_a_full_tape_asks_nothing(
     name: str, tiny_recipe: Raw, asked: list[int], tmp_path: Path
 ) -> None:
-    """Both runs end as one without a tape would, and so does one that opens no teacher at all."""
-    raw = tiny_recipe(loss=LOSSES[name], trainer__steps=2)
-    run(raw, tmp_path / "plain")
-    raw["teacher"]["tape"] = str(tmp_path / "tape")
+    """It ends as the run that filled the tape, and so does one that opens no teacher at all."""
+    raw = tiny_recipe(loss=LOSSES[name], trainer__steps=2, teacher__tape=str(tmp_path / "tape"))
     run(raw, tmp_path / "first")
     own = len(asked)
     run(raw, tmp_path / "second")
@@ -70,9 +68,9 @@ def test_run_with_a_full_tape_asks_nothing(
     of_student = 2 if name == "chosen" else 0
     assert sum(count > 1 for count in asked[own:]) == of_student
     run(without_teacher(raw), tmp_path / "alone")
-    for folder in ("first", "second", "alone"):
-        assert numbers(tmp_path / folder) == numbers(tmp_path / "plain")
-        assert equal_weights(tmp_path / folder, tmp_path / "plain")
+    for folder in ("second", "alone"):
+        assert numbers(tmp_path / folder) == numbers(tmp_path / "first")
+        assert equal_weights(tmp_path / folder, tmp_path / "first")
     read = [record.get("tape/read") for record in read_metrics(tmp_path / "second")]
     assert read == [None, 1.0, 1.0]
     assert inspect(tmp_path / "tape").damage == []
@@ -95,18 +93,18 @@ def test_run_with_a_tape_resumes_bit_exactly(tiny_recipe: Raw, tmp_path: Path) -
     assert equal_weights(tmp_path / "cut", tmp_path / "plain")
 
 
-def test_run_of_another_recipe_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_tape_of_another_teacher_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
     """Another teacher, or another backend's precision: at the start."""
-    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"), trainer__steps=1)
-    run(raw, tmp_path / "first")
+    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"))
+    opened(raw).__exit__()
     other = copy.deepcopy(raw)
     other["teacher"]["prepare"] = {**TINY_MODEL, "seed": 4}
     with pytest.raises(TapeError, match="fingerprint was"):
-        run(other, tmp_path / "teacher")
+        opened(other)
     half = copy.deepcopy(raw)
     half["teacher"]["dtype"] = "bfloat16"
     with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
-        run(half, tmp_path / "half")
+        opened(half)
 
 
 def test_tape_make_scores_the_datas_answers(
@@ -180,7 +178,9 @@ def test_tape_make_with_several_teachers_fills_each(tiny_recipe: Raw, tmp_path: 
 
 def test_tape_check_says_what_is_damaged(tiny_recipe: Raw, tmp_path: Path, capsys: Any) -> None:
     """By exit status too. A folder that is no tape is a user's mistake."""
-    run(tiny_recipe(teacher__tape=str(tmp_path / "tape"), trainer__steps=1), tmp_path / "run")
+    raw = tiny_recipe(teacher__tape=str(tmp_path / "tape"))
+    with opened(raw) as engine:
+        collect(engine, parse_recipe(raw), 1)
     assert main(["tape", "check", str(tmp_path / "tape")]) == 0
     assert "tokens" in capsys.readouterr().out
     file = next((tmp_path / "tape").glob(FILES))

@@ -42,14 +42,6 @@ def whole(tiny_recipe: Raw, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_train_another_seed_gives_other_numbers(
-    whole: Path, tiny_recipe: Raw, tmp_path: Path
-) -> None:
-    """A resumed run shows that the same seed repeats every number."""
-    run(tiny_recipe(trainer__steps=1, trainer__seed=1), tmp_path / "other")
-    assert numbers(whole)[1]["loss"] != numbers(tmp_path / "other")[1]["loss"]
-
-
 def test_train_measures_logs_and_keeps_checkpoints(tiny_recipe: Raw, tmp_path: Path) -> None:
     """Every step is shown and logged; evaluations and checkpoints come when they are due."""
     display = Silent()

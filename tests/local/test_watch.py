@@ -18,6 +18,7 @@ from prime_composer.local.outcome import RunStopped
 from prime_composer.local.preflight import Preflight, preflight
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.watch import CROWD, Watch, WatchFailed
+from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.teachers.compatibility import PreflightError
@@ -112,17 +113,16 @@ def test_watch_asks_only_the_teacher_that_was_restarted(opened: tuple[Engine, Wa
 
 def test_watch_tolerance_is_a_key_that_the_message_names(tiny_recipe: Raw) -> None:
     """checks.tolerance accepts a known difference; beyond the limit the message names the key."""
-    for limit in (None, 1e3):
-        recipe, engine = open_run(tiny_recipe(checks__tolerance=limit))
-        with engine:
-            watch = open_watch(engine, recipe)
-            engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
-            if limit is None:
-                with pytest.raises(WatchFailed, match="set checks.tolerance above") as got:
-                    watch.check(1, before_use=True)
-                assert "dtype" not in str(got.value)  # of a model in this process it is known
-            else:
-                watch.check(1, before_use=True)
+    recipe, engine = open_run(tiny_recipe())
+    with engine:
+        found = preflight(engine, recipe, lambda _: None)
+        watch = open_watch(engine, recipe, found)
+        engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
+        with pytest.raises(WatchFailed, match="set checks.tolerance above") as got:
+            watch.check(1, before_use=True)
+        assert "dtype" not in str(got.value)  # of a model in this process it is known
+        tolerant = parse_recipe(tiny_recipe(checks__tolerance=1e3))
+        open_watch(engine, tolerant, found).check(1, before_use=True)
 
 
 @pytest.mark.parametrize(
@@ -164,25 +164,22 @@ class Noisy:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(("noise", "limit"), [(1e-7, 1e-4), (0.03, 0.5), (2.0, None)])
-def test_tolerance_of_a_server_is_that_of_its_noise(
-    noise: float, limit: float | None, tiny_recipe: Raw
-) -> None:
+def test_tolerance_of_a_server_is_that_of_its_noise(tiny_recipe: Raw) -> None:
     """A server's dtype shows in how its numbers depend on the batch; several models are refused."""
     recipe, engine = open_run(tiny_recipe())
     with engine:
         result = preflight(engine, recipe, lambda _: None)
-        spec = engine.teacher_specs[THE]
+        spec, own = engine.teacher_specs[THE], engine.teachers.scorers[THE]
         served = spec.table.model_copy(update={"url": "http://me:secret@127.0.0.1:9"})
         engine.teacher_specs = {THE: replace(spec, backend="server", table=served)}
-        scorer = engine.teachers.scorers[THE] = Noisy(engine.teachers.scorers[THE], noise)
-        if limit is None:
-            message = r"at http://\*\*\*@127.0.0.1:9 gives answers .* 2 nat apart; let one model"
-            with pytest.raises(PreflightError, match=message):
-                open_watch(engine, recipe, result)
-            return
-        assert open_watch(engine, recipe, result).probes[THE].limit == limit
-        assert scorer.asked == [CROWD]
+        for noise, limit in ((1e-7, 1e-4), (0.03, 0.5)):
+            scorer = engine.teachers.scorers[THE] = Noisy(own, noise)
+            assert open_watch(engine, recipe, result).probes[THE].limit == limit
+            assert scorer.asked == [CROWD]
+        engine.teachers.scorers[THE] = Noisy(own, 2.0)
+        message = r"at http://\*\*\*@127.0.0.1:9 gives answers .* 2 nat apart; let one model"
+        with pytest.raises(PreflightError, match=message):
+            open_watch(engine, recipe, result)
 
 
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -14,6 +14,7 @@ from prime_composer.recipe.prepare import DamagedConfig
 from prime_composer.tiny_models.cache import cache_key, prepare_model
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
+from tests.tiny_qwen import make_model
 
 transformers = import_transformers()
 
@@ -33,28 +34,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It has the tokenizer of the tests' recipe, whose vocabulary its own contains.
     """
     folder = tmp_path_factory.mktemp("source")
-    own = tiny_models(TINY_RECIPE)["student"]
-    tokenizer = load_student(own)[1]
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=512,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=4,
-        layer_types=["full_attention"] * 3 + ["sliding_attention", "full_attention"],
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = transformers.Qwen3ForCausalLM(config)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    kinds = ["full_attention"] * 3 + ["sliding_attention", "full_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds}
+    make_model(False, 0, LAYERS, vocab_size=512, **window).save_pretrained(folder)
+    load_student(tiny_models(TINY_RECIPE)["student"])[1].save_pretrained(folder)
     return folder
 
 
