@@ -94,6 +94,7 @@ def test_a_wrong_recipe_is_one_message_with_status_2(cli: Cli, tmp_path: Path) -
 def test_a_run_ends_with_a_table_a_plot_and_its_directory(
     tiny_file: Path, tmp_path: Path, cli: Cli
 ) -> None:
+    """A report draws it beside another one, and refuses what is no run."""
     done = cli("rl", "--config", tiny_file, "--engine", "local")
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "outputs" / "tiny"
@@ -101,6 +102,14 @@ def test_a_run_ends_with_a_table_a_plot_and_its_directory(
     assert [text for text in texts if text not in done.stdout] == []
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
     assert {"metrics.jsonl", "recipe.json", "checkpoints"} <= files_under(run_dir)
+    shutil.copytree(run_dir, "run1")
+    done = cli("report", "outputs/tiny", "run1", "--output", "both.png")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if "topk_reverse_kl" in line]
+    assert ["tiny" in rows[0], "run1" in rows[1]] == [True, True] and "→" in rows[0]
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    done = cli("report", tmp_path / "nowhere")
+    assert done.returncode == 2 and "is it a run directory?" in done.stderr
 
 
 def test_rl_that_cannot_run_is_refused_before_preparing(
@@ -174,20 +183,6 @@ def test_dry_run_prints_the_plan_and_writes_nothing(
     assert "topk_reverse_kl" in done.stdout
     assert "nothing was run, nothing was written" in done.stdout
     assert files_under(tmp_path) == {"tiny.toml"}
-
-
-def test_report_draws_several_runs_and_refuses_others(
-    cli: Cli, tiny_file: Path, tmp_path: Path
-) -> None:
-    assert cli("rl", "--config", tiny_file, "--output-dir", "run0").returncode == 0
-    shutil.copytree("run0", "run1")
-    done = cli("report", "run0", "run1", "--output", "both.png")
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if "topk_reverse_kl" in line]
-    assert ["run0" in rows[0], "run1" in rows[1]] == [True, True] and "→" in rows[0]
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    done = cli("report", tmp_path / "nowhere")
-    assert done.returncode == 2 and "is it a run directory?" in done.stderr
 
 
 def test_export_writes_a_new_file_and_names_the_dialects(cli: Cli, tmp_path: Path) -> None:

@@ -172,20 +172,6 @@ def test_outcome_shows_teacher_and_student_before_and_after(
     assert expected.items() <= cells.items()
 
 
-def test_report_shows_turns_and_tool_calls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A column each. A run without tasks has dashes."""
-    own = recorded(tmp_path / "own", *({"step": step, **one} for step, one in ROLLOUTS.items()))
-    other = recorded(tmp_path / "other", {"step": 4, "eval/accuracy": 0.5})
-    print_report([own, other])
-    out = capsys.readouterr().out
-    for text in ("turns", "tool calls", "3.46 → 3.12", "2.79 → 2.00", "– → –"):
-        assert text in out
-    print_report([other])
-    assert "turns" not in capsys.readouterr().out
-
-
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the figures that are made within a test."""

@@ -225,6 +225,7 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
                 [r["step"], r["eval/reverse_kl"]] for r in records if "eval/reverse_kl" in r
             ]
             ends.append(records[-1]["eval/reverse_kl"])
+        assert ends[0] != ends[1]
         assert result["over_seeds"]["reverse_kl"][-1] == {
             "step": 4,
             "mean": pytest.approx(sum(ends) / 2),

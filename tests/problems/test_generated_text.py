@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from prime_composer.problems import generated_text
 from prime_composer.problems.generated_text import (
     CHANGES,
     _sentence,
     generate_summaries,
-    generate_translations,
 )
 
 NEWS = re.compile(r"On (\w+) (\w+) (\w+) the (\w+) (\w+) in (\w+)\.")
@@ -72,13 +70,3 @@ def test_translation_is_german(words: str, english: str, german: str) -> None:
     """Written by hand: gender, case, the adjectives' endings, the verb in the second place."""
     problem = _sentence(Chosen(words))
     assert (problem.question, problem.answer) == (english, german)
-
-
-def test_more_sentences_than_there_are_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the key, and how many there are."""
-    monkeypatch.setattr(generated_text, "NOUNS", generated_text.NOUNS[:1])
-    monkeypatch.setattr(generated_text, "ADJECTIVES", generated_text.ADJECTIVES[:1])
-    monkeypatch.setattr(generated_text, "VERBS", generated_text.VERBS[:1])
-    # Two articles each, and no adverb or one of four.
-    with pytest.raises(ValueError, match=r"\[data\] size = 40: only 20 distinct sentences"):
-        generate_translations(40, 0)

@@ -14,7 +14,6 @@ from prime_composer.problems.files import read_file
 from prime_composer.problems.generated import generate_problems
 from prime_composer.problems.loading import load_problem_set, load_problems, split_by_question
 from prime_composer.problems.order import environment_batches, prompt_batches
-from prime_composer.problems.prompts import render_prompt
 
 GOOD = '{"question": "How many?", "answer": "One and one.\\n#### 2"}'
 
@@ -83,28 +82,6 @@ def test_jsonl_missing_file_says_what_path_is(tmp_path):
         load_problems(DataConfig(path=tmp_path))
 
 
-class LetterTokenizer:
-    chat_template = None
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(letter) for letter in text]
-
-    def apply_chat_template(self, conversation, **kwargs):
-        assert kwargs == {"add_generation_prompt": True, "tokenize": False}
-        return "".join(f"<{m['role']}>{m['content']}" for m in conversation) + "<assistant>"
-
-
-def test_render_prompt_uses_the_chat_template():
-    """A chat prompt goes through the tokenizer's own template."""
-    tokenizer = LetterTokenizer()
-    config = DataConfig(chat_template=True, prompt_template="{question} Think.")
-    with pytest.raises(ValueError, match="chat_template = true.*has none"):
-        render_prompt(Problem("Why?", "#### 1"), config, tokenizer)
-    tokenizer.chat_template = "there is one"
-    ids = render_prompt(Problem("Why?", "#### 1"), config, tokenizer)
-    assert "".join(map(chr, ids)) == "<user>Why? Think.<assistant>"
-
-
 @pytest.mark.parametrize(("n", "batch"), [(10, 4), (7, 16)])
 def test_prompt_batches_ask_each_problem_once_an_epoch(n, batch):
     stream = [i for step in range(6 * n) for i in prompt_batches(n, batch, 0, step)]
@@ -125,19 +102,11 @@ def test_hub_without_library_names_the_pip_command(monkeypatch):
         load_problems(DataConfig(source="hub"))
 
 
-def test_hub_splits_become_problems(monkeypatch):
-    """The splits of a hub data set become problems. A malformed row is named."""
-    asked = []
-    rows = {
-        "train": [{"question": "a", "answer": "#### 1"}],
-        "test": [{"question": "b", "answer": "#### 2"}],
-    }
-    library = SimpleNamespace(load_dataset=lambda *names: asked.append(names) or rows)
+def test_hub_row_that_is_malformed_is_named(monkeypatch):
+    rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "two"}]
+    splits = {"train": rows[:1], "test": rows[1:]}
+    library = SimpleNamespace(load_dataset=lambda *names: splits)
     monkeypatch.setitem(sys.modules, "datasets", library)
-    train, held_out = load_problems(DataConfig(source="hub"))
-    assert asked == [("openai/gsm8k", "main")]
-    assert (train, held_out) == ([Problem("a", "#### 1")], [Problem("b", "#### 2")])
-    rows["test"] = [{"question": "b", "answer": "two"}]
     with pytest.raises(ValueError, match="openai/gsm8k, split test, row 1: .*####"):
         load_problems(DataConfig(source="hub"))
 

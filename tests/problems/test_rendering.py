@@ -108,6 +108,11 @@ def test_answer_whose_system_message_is_dropped_names_its_key() -> None:
         answered("4", template, CHAT.model_copy(update={"system": "Be brief."}))
 
 
+def test_chat_without_a_template_is_refused() -> None:
+    with pytest.raises(ValueError, match="chat_template = true.*has none"):
+        render_prompt(ASK, CHAT, make_tokenizer(None))
+
+
 def test_answer_ends_by_rollout_stop_alone() -> None:
     """Another end than the template's stands in its place."""
     tokenizer = make_tokenizer()
