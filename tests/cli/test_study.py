@@ -369,7 +369,10 @@ def test_overwrite_deletes_the_runs_of_the_study_alone(
 
 
 def test_a_run_that_cannot_start_stops_the_study(
-    study_file: WriteStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    study_file: WriteStudy,
+    in_one_process: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The message ends with the last line of the run's log."""
     path = study_file(overrides=['data={source = "jsonl", path = "absent.jsonl"}'])

@@ -251,42 +251,34 @@ def test_size_of_a_checkpoint_is_known_before_the_run(raw: dict[str, Any], tmp_p
     assert sizes[0] < sizes[1]
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [("rank", 4, "`rank`"), ("alpha", 8, "`alpha`"), ("targets", ["q_proj"], "`targets`")],
-)
 def test_start_of_another_shape_is_refused(
-    key: str, value: Any, named: str, raw: dict[str, Any], moved: Engine, tmp_path: Path
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
 ) -> None:
     """peft would scale or leave out what it reads."""
     assert moved.adapter is not None
     moved.adapter.save_pretrained(tmp_path)
-    raw["student"]["lora"] |= {"start": str(tmp_path), key: value}
-    with pytest.raises(ModelUnavailable, match=named):
-        opened(raw)
+    for key, value in (("rank", 4), ("alpha", 8), ("targets", ["q_proj"])):
+        other = changed(raw, student__lora={**LORA, "start": str(tmp_path), key: value})
+        with pytest.raises(ModelUnavailable, match=f"`{key}`"):
+            opened(other)
 
 
-@pytest.mark.parametrize("case", ["alone", "beside a model"])
 def test_adapter_in_the_wrong_place_is_refused(
-    case: str, raw: dict[str, Any], moved: Engine, tmp_path: Path
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
 ) -> None:
     """transformers would add it to the model that it is beside, and vLLM would not."""
-    student, words = {"model": str(tmp_path)}, r"is a LoRA adapter, and no whole model: name its"
-    if case == "beside a model":
-        shutil.copytree(tiny_models(TINY_RECIPE)["student"], tmp_path, dirs_exist_ok=True)
-        words = r"adapter_config\.json.*move the adapter's files"
     assert moved.adapter is not None
     moved.adapter.save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match=words):
-        check_models(parse_recipe(raw | {"student": student}))
+    recipe = parse_recipe(raw | {"student": {"model": str(tmp_path)}})
+    with pytest.raises(RecipeError, match="is a LoRA adapter, and no whole model: name its"):
+        check_models(recipe)
+    shutil.copytree(tiny_models(TINY_RECIPE)["student"], tmp_path, dirs_exist_ok=True)
+    with pytest.raises(RecipeError, match=r"adapter_config\.json.*move the adapter's files"):
+        check_models(recipe)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("use_rslora", True), ("modules_to_save", ["lm_head"]), ("a_key_of_a_later_version", 1)],
-)
 def test_start_with_a_config_that_says_more_is_refused(
-    key: str, value: Any, raw: dict[str, Any], moved: Engine, tmp_path: Path
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
 ) -> None:
     """Whatever it is: what is no plain adapter is named by its key."""
     assert moved.adapter is not None
@@ -294,9 +286,11 @@ def test_start_with_a_config_that_says_more_is_refused(
     file = tmp_path / "adapter_config.json"
     described = json.loads(file.read_text())
     raw["student"]["lora"]["start"] = str(tmp_path)
-    file.write_text(json.dumps(described | {key: value}))
-    with pytest.raises(RecipeError, match=f"{key} = .* leave `start` out"):
-        check_models(parse_recipe(raw))
+    more = {"use_rslora": True, "modules_to_save": ["lm_head"], "a_key_of_a_later_version": 1}
+    for key, value in more.items():
+        file.write_text(json.dumps(described | {key: value}))
+        with pytest.raises(RecipeError, match=f"{key} = .* leave `start` out"):
+            check_models(parse_recipe(raw))
 
 
 @pytest.mark.parametrize("init", ["gaussian", "pissa"])

@@ -4,6 +4,7 @@ import json
 import shutil
 from contextlib import closing, nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -42,9 +43,8 @@ MERGES = [("s", "o"), ("o", "l")]
 @pytest.mark.parametrize(
     ("student", "teacher", "words"),
     [
-        (partial(make_tokenizer, plain=["sold", "clips"]),
-         partial(make_tokenizer, plain=["clips", "sold"]),
-         r"'clips' is 4 and 3\); choose a teacher and a student with one tokenizer"),
+        (partial(wrapped, MERGES), partial(wrapped, MERGES[::-1]),
+         r"'ol' is 257 and 256\); choose a teacher and a student with one tokenizer"),
         (make_tokenizer, partial(make_tokenizer, special=SPECIAL[::-1]),
          r"special token '<\|endoftext\|>' has id 0 for the student and 2 for the teacher"),
         (partial(wrapped, [*MERGES, ("so", "l")]), partial(wrapped, [*MERGES, ("s", "ol")]),
@@ -196,28 +196,25 @@ def served_elsewhere(tmp_path):
         yield server
 
 
-@pytest.mark.parametrize("can_tokenize", [True, False])
-@pytest.mark.parametrize("samples", [False, True])
-def test_teacher_that_samples_needs_a_known_tokenizer(
-    samples, can_tokenize, served_elsewhere, tiny_recipe
-):
+def test_teacher_that_samples_needs_a_known_tokenizer(served_elsewhere, tiny_recipe):
     """Of a teacher on another machine its server is asked, and a warning where it cannot say.
 
     Ids that nobody has compared are never trained on.
     """
-    served_elsewhere.can_tokenize = can_tokenize
     teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
     sampling = {"rollout__other_source": "teacher", "rollout__student_fraction": 0.5}
-    recipe, engine = open_run(tiny_recipe(teacher=teacher, **(sampling if samples else {})))
     remedy = "set teacher.model to its directory"
-    with engine:
-        if samples and not can_tokenize:
-            message = f"other_source = 'teacher' trains on them; {remedy}"
-            with pytest.raises(PreflightError, match=message):
-                preflight(engine, recipe, lambda text: None)
-            return
-        warnings = preflight(engine, recipe, lambda text: None).warnings
-        assert [f"{remedy} or hub id" in one for one in warnings] == [True] * (not can_tokenize)
+    for changes, can_tokenize in product(({}, sampling), (True, False)):
+        served_elsewhere.can_tokenize = can_tokenize
+        recipe, engine = open_run(tiny_recipe(teacher=teacher, **changes))
+        with engine:
+            if changes and not can_tokenize:
+                message = f"other_source = 'teacher' trains on them; {remedy}"
+                with pytest.raises(PreflightError, match=message):
+                    preflight(engine, recipe, lambda text: None)
+                continue
+            warnings = preflight(engine, recipe, lambda text: None).warnings
+            assert [f"{remedy} or hub id" in one for one in warnings] == [True] * (not can_tokenize)
 
 
 def test_served_tokenizer_that_splits_otherwise_is_refused(served_elsewhere, student):
@@ -306,32 +303,25 @@ def test_preflight_refuses_what_cannot_train(changes, message, tiny_recipe, tmp_
         run(tiny_recipe(**changes), tmp_path / "run")
 
 
-OTHERWISE = "mean log-prob of -.* where it samples them, and of -.* adapter merged into its model"
-
-
 @pytest.mark.parametrize("plugin", [True, False])
-@pytest.mark.parametrize(
-    ("mode", "road", "expected"),
-    [
-        ("other_model", "{}", OTHERWISE),
-        ("status_404", "sampling", "does not generate"),
-    ],
-)
-def test_server_that_scores_otherwise_than_it_samples_is_refused(
-    mode, road, expected, plugin, tiny_recipe, tmp_path
-):
+def test_server_that_scores_otherwise_than_it_samples_is_refused(plugin, tiny_recipe, tmp_path):
     """As vLLM does with a LoRA adapter on the output head. One that samples nothing is said."""
     models = tiny_models(tiny_recipe())
     other = load_model(models["teacher"])
     with torch.no_grad():
         other.lm_head.weight.mul_(-2)
     other.save_pretrained(tmp_path)
-    with SpoilingServer(models["teacher"], plugin=plugin, other=tmp_path) as server:
-        server.spoil(mode, road=road.format("binary" if plugin else "scoring"))
-        with closing(ServerScorer(server.url, server.model)) as scorer:
-            if expected is OTHERWISE:
-                with pytest.raises(PreflightError, match=expected):
-                    own_scores(scorer, [5, 6, 7])
-                return
-            (found,) = own_scores(scorer, [5, 6, 7])
-    assert expected in found
+    otherwise = (
+        "mean log-prob of -.* where it samples them, and of -.* adapter merged into its model"
+    )
+    with (
+        SpoilingServer(models["teacher"], plugin=plugin, other=tmp_path) as server,
+        closing(ServerScorer(server.url, server.model)) as scorer,
+    ):
+        server.spoil("other_model", road="binary" if plugin else "scoring")
+        with pytest.raises(PreflightError, match=otherwise):
+            own_scores(scorer, [5, 6, 7])
+        server.heal()
+        server.spoil("status_404", road="sampling")
+        (found,) = own_scores(scorer, [5, 6, 7])
+    assert "does not generate" in found
