@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_composer.cli.quantities import COUNTS, QUANTITIES, REVERSE_KL, SCORES
+from prime_composer.cli.quantities import COUNTS, QUANTITIES, REVERSE_KL, SCORES, quantity_of
 from prime_composer.cli.recorded import RecordedRun
 
 LEGEND = 150  # Letters that fit below a study's panels, side by side
@@ -82,7 +82,7 @@ def loss_parts(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw_steps(results: Results, names: Iterable[str], output: Path) -> None:
     """Draw a study's quantities against steps: the mean, and the range over seeds."""
-    shown = [name for name in names if QUANTITIES[name].panel is not None]
+    shown = [name for name in names if quantity_of(name).panel is not None]
     figure, panels = study_panels(shown, "step")
     colors = colors_for(len(results["variants"]))
     for axes, name in zip(panels, shown, strict=False):

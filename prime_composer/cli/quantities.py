@@ -83,7 +83,17 @@ QUANTITIES = SCORES | {
     ),
     "step_seconds": Quantity("time/step", "s/step", decimal),
 }
-"""Name in a study's ``results.json`` -> what it is."""
+"""Name in a study's ``results.json`` -> what it is. Scores have others, see ``quantity_of``."""
+
+
+def quantity_of(name: str) -> Quantity:
+    """Return one of ``QUANTITIES``; ``accuracy/NAME`` is an environment's, without a panel."""
+    name, _, environment = name.partition("/")
+    quantity = QUANTITIES[name]
+    if not environment:
+        return quantity
+    metric = f"{quantity.metric}/{environment}"
+    return quantity._replace(metric=metric, title=environment, panel=None)
 
 
 def scores_in(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from prime_composer.cli.figures import Results, draw_ends, draw_steps
-from prime_composer.cli.quantities import MISSING, QUANTITIES, SCORES, Formatter
+from prime_composer.cli.quantities import MISSING, QUANTITIES, SCORES, Formatter, quantity_of
 from prime_composer.cli.recorded import RecordedRun
 from prime_composer.cli.report import console, print_table
 from prime_composer.cli.study_file import StudyConfig, StudyRun, is_finished
@@ -48,9 +49,11 @@ def summary(run: StudyRun) -> str:
 
 
 def measured(run: StudyRun) -> dict[str, list[tuple[int, float]]]:
-    """Read (step, value) of each measurement of a run, by the names of ``QUANTITIES``."""
+    """Read (step, value) of each measurement of a run, by the names of ``quantity_of``."""
     recorded, loss = RecordedRun.read(run.first), run.recipe.loss.type
-    series = {k: recorded.series(q.metric, f"{loss}/{q.metric}") for k, q in QUANTITIES.items()}
+    by_environment = (f"{score}/{name}" for score in SCORES for name in run.recipe.environments)
+    metrics = {name: quantity_of(name).metric for name in (*QUANTITIES, *by_environment)}
+    series = {name: recorded.series(one, f"{loss}/{one}") for name, one in metrics.items()}
     return {name: list(zip(*points, strict=True)) for name, points in series.items()}
 
 
@@ -61,18 +64,19 @@ def results_of(study: StudyConfig, runs: Sequence[StudyRun]) -> Results:
         repeats = [run for run in runs if run.variant == variant]
         finished = [run for run in repeats if is_finished(run)]
         by_seed = {str(run.seed): measured(run) for run in finished}
+        names = dict.fromkeys((*QUANTITIES, *chain(*by_seed.values())))
         start = RecordedRun.read(finished[0].first).records[0] if finished else {}
         variants[variant] = {
             "overrides": list(items),
             "loss": repeats[0].tables["loss"],
             "unfinished_seeds": [run.seed for run in repeats if run not in finished],
             "teacher_scores": {
-                name: start[f"teacher/{name}"] for name in SCORES if f"teacher/{name}" in start
+                name: start[f"teacher/{name}"] for name in names if f"teacher/{name}" in start
             },
             "seeds": by_seed,
             "over_seeds": {
                 name: list(over_seeds([series[name] for series in by_seed.values()]))
-                for name in QUANTITIES
+                for name in names
             },
         }
     return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
@@ -94,9 +98,10 @@ def evaluates_between(results: Results) -> bool:
 
 
 def measured_quantities(results: Results) -> list[str]:
-    """Return the names of ``QUANTITIES`` that a variant has."""
+    """Return the names of what a variant has measured; those of environments are the last."""
     every = [result["over_seeds"] for result in results["variants"].values()]
-    return [name for name in QUANTITIES if any(series[name] for series in every)]
+    names = dict.fromkeys((*QUANTITIES, *chain(*every)))
+    return [name for name in names if any(series.get(name) for series in every)]
 
 
 def as_markdown(results: Results) -> str:
@@ -112,12 +117,13 @@ def as_markdown(results: Results) -> str:
 def table_rows(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the comparison: the mean over the seeds, and (min to max)."""
     names = measured_quantities(results)
-    head = ["variant", "seeds", *(QUANTITIES[name].title for name in names)]
+    head = ["variant", "seeds", *(quantity_of(name).title for name in names)]
     rows = []
     for variant, result in results["variants"].items():
         finished, unfinished = len(result["seeds"]), len(result["unfinished_seeds"])
         seeds = f"{finished} of {finished + unfinished}" if unfinished else str(finished)
-        rows.append([variant, seeds, *(cell(name, result["over_seeds"][name]) for name in names)])
+        series = result["over_seeds"]
+        rows.append([variant, seeds, *(cell(name, series.get(name, [])) for name in names)])
     return head, rows
 
 
@@ -126,12 +132,12 @@ def before_training(results: Results) -> list[str]:
     starts: dict[str, str] = {}
     for variant, result in results["variants"].items():
         parts = []
-        for name in COMPARED:
-            if series := result["over_seeds"][name]:
-                quantity = QUANTITIES[name]
+        for name, series in result["over_seeds"].items():
+            if series and name.partition("/")[0] in COMPARED:
+                quantity = quantity_of(name)
                 part = f"{quantity.name} {quantity.text(series[0]['mean'])}"
                 teacher = quantity.text(result["teacher_scores"].get(name))
-                parts.append(part + f" (the teacher {teacher})" * (name in SCORES))
+                parts.append(part + f" (the teacher {teacher})" * (name != "reverse_kl"))
         if parts:
             starts.setdefault(", ".join(parts), variant)
     several = len(starts) > 1
@@ -143,7 +149,7 @@ def before_training(results: Results) -> list[str]:
 
 def cell(name: str, series: Series) -> str:
     """Format a quantity for the table: the last step, the change within a run, or the mean."""
-    text = QUANTITIES[name].text
+    text = quantity_of(name).text
     if not series:
         return MISSING
     if name == "step_seconds":

@@ -19,6 +19,8 @@ from prime_composer.cli.commands import main
 from prime_composer.cli.quantities import QUANTITIES
 from prime_composer.cli.study_file import SAME, load_study
 from prime_composer.cli.study_report import as_markdown, over_seeds
+from prime_composer.local.recipe_file import RECIPE_FILE
+from prime_composer.local.tracker import METRICS_FILE
 from prime_composer.recipe.schema import RecipeError
 from tests.command import prime_rl, toml
 from tests.islands.rig import tables
@@ -437,6 +439,32 @@ def test_table_has_mean_range_and_the_start_of_each_teacher() -> None:
         "Before training, c and those like it: accuracy 25.0% (the teacher 50.0%), "
         "reverse KL 0.250.",
     ]
+
+
+def test_environments_have_columns_of_their_own(
+    study_file: WriteStudy,
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    in_one_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, base = study_file(seeds=[0]), tiny_recipe()
+    base["environments"] = {name: base["data"] for name in ("long", "short")}
+    del base["data"]
+    (tmp_path / "base.toml").write_text(toml(base))
+    start = {"step": 0, "eval/accuracy": 0.125, "eval/accuracy/long": 0.25, "eval/reverse_kl": 2.0}
+    start |= {"eval/accuracy/short": 0.0, "teacher/accuracy/long": 0.875}
+    end = start | {"step": 4, "eval/accuracy": 0.5, "eval/accuracy/long": 0.75}
+    for run in load_study(path)[1]:
+        run.run_dir.mkdir(parents=True)
+        (run.run_dir / RECIPE_FILE).write_text(json.dumps(run.tables))
+        lines = (json.dumps(record) + "\n" for record in (start, end))
+        (run.run_dir / METRICS_FILE).write_text("".join(lines))
+    assert main(["study", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| accuracy | reverse KL, nats/token | long | short |\n" in printed
+    assert "| tail | 1 | 50.0% | 2.000 | 75.0% | 0.0% |\n" in printed
+    assert "long 25.0% (the teacher 87.5%), short 0.0% (the teacher –)." in printed
 
 
 @pytest.mark.slow
