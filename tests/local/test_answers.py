@@ -12,7 +12,6 @@ from prime_composer.local.answers import ANSWERS_FILE, KeptAnswer, read_answers,
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from tests.local.helpers import Silent, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -28,34 +27,26 @@ def printed(run_dir: Path, steps: list[int], capsys: pytest.CaptureFixture[str])
 
 
 def test_run_keeps_the_answers_of_each_evaluation(
-    tiny_recipe: Raw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tiny_recipe: Raw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run of four steps evaluates at 0, 2 and 4. Resumed from 2, it says the same as a whole one.
-    The report needs the run directory alone, shows three of four questions, and has the teacher's
-    answers."""
-    raw = tiny_recipe()
-    run(raw, tmp_path / "whole")
-    answers = read_answers(tmp_path / "whole")
+    """A run of four steps evaluates at 0, 2 and 4. The report needs the run directory alone, shows
+    three of four questions, and has the teacher's answers."""
+    answers = read_answers(whole)
     assert list(answers) == [0, 2, 4]
-    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:4]
+    held_out = load_problem_set(parse_recipe(tiny_recipe()).sources).held_out[:4]
     for rows in answers.values():
         assert [row.question for row in rows] == [problem.question for problem in held_out]
         assert [row.reference for row in rows] == [problem.answer for problem in held_out]
         assert [row.place for row in rows] == [0, 1, 2, 3]
         assert all(row.text for row in rows)
-    assert main(["report", str(tmp_path / "whole")]) == 0
+    assert main(["report", str(whole), "--output", str(tmp_path / "report.png")]) == 0
     out = capsys.readouterr().out
     assert out.count("before") == out.count("after 4 steps") == 3
     assert out.count("\n  teacher ") == 3
-    teacher = read_answers(tmp_path / "whole", "teacher")
+    teacher = read_answers(whole, "teacher")
     assert list(teacher) == [0]
     assert [row.question for row in teacher[0]] == [problem.question for problem in held_out]
-
-    run(raw, tmp_path / "cut", Silent(interrupt_at=3))
-    run(raw, tmp_path / "cut", resume=True)
-    assert read_answers(tmp_path / "cut") == answers
-    assert read_answers(tmp_path / "cut", "teacher") == teacher
-    measured = [r for r in read_metrics(tmp_path / "whole") if "eval/accuracy" in r]
+    measured = [r for r in read_metrics(whole) if "eval/accuracy" in r]
     for record in measured:
         correct = sum(bool(row.correct) for row in answers[record["step"]])
         assert correct == 4 * record["eval/accuracy"]

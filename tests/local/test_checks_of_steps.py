@@ -93,15 +93,11 @@ def test_train_exploded_weights_are_never_saved(
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0]
 
 
-def test_train_norms_of_a_resumed_run_are_those_of_its_start(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_train_norms_of_a_resumed_run_are_those_of_its_start(whole: Path, tiny_recipe: Raw) -> None:
     """A resumed run compares with the norms that its checkpoint brings, not with its own start."""
-    run(tiny_recipe(trainer__steps=2), tmp_path / "run")
-    file = list_checkpoints(tmp_path / "run")[-1].path / "trainer.pt"
-    before = torch.load(file)["norms"]
-    checkpoint, raw = list_checkpoints(tmp_path / "run")[-1], tiny_recipe(trainer__steps=2)
-    with opened(raw, student_dir=file.parent) as engine:
+    checkpoint, raw = list_checkpoints(whole)[-1], tiny_recipe()
+    before = torch.load(checkpoint.path / "trainer.pt")["norms"]
+    with opened(raw, student_dir=checkpoint.path) as engine:
         student = Student(parse_recipe(raw), engine)
         of_the_checkpoint = student.weight_check.norms
         student.load_state_dict(checkpoint.load(), checkpoint.step)

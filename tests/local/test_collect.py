@@ -1,7 +1,6 @@
 """The batch of a step: advantages, the environments' shares, and GKD's lambda."""
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +11,11 @@ from prime_composer.local.collect import (
     group_advantages,
     mean_by_environment,
 )
-from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE, changed
-from tests.local.helpers import run
+from tests.local.helpers import collect, opened
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -44,20 +42,14 @@ def test_mean_by_environment_is_over_its_own_problems() -> None:
     assert mean_by_environment("m", {"sums": None}, problems[:1], [1.0]) == {}
 
 
-def test_student_fraction_replaces_sequences_by_solutions(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_student_fraction_replaces_sequences_by_solutions(tiny_recipe: Raw) -> None:
     """With lambda 0 all sequences are the data's correct solutions; with 0.5 some are."""
-    raw = tiny_recipe(
-        loss={"type": "generalized_jsd", "k": 8}, trainer={"steps": 2, "batch_size": 12}
-    )
-    raw["eval"] |= {"every": 0}
-    raw["rollout"]["student_fraction"] = 0.0
-    run(raw, tmp_path / "solutions")
-    solutions = read_metrics(tmp_path / "solutions")[1:]
-    assert all(record["rollout/reward"] == 1.0 for record in solutions)
-    raw["rollout"]["student_fraction"] = 0.5
-    run(raw, tmp_path / "mixed")
-    mixed = read_metrics(tmp_path / "mixed")[1:]
-    assert all(0 < record["rollout/reward"] < 1 for record in mixed)
+    changes = {"loss": {"type": "generalized_jsd", "k": 8}, "trainer__batch_size": 12}
+    with opened(tiny_recipe(**changes)) as engine:
+        for fraction in (0.0, 0.5):
+            recipe = parse_recipe(tiny_recipe(**changes, rollout__student_fraction=fraction))
+            rewards = [collect(engine, recipe, step)[1]["rollout/reward"] for step in (1, 2)]
+            assert all(0 < one < 1 if fraction else one == 1 for one in rewards)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["data", "environments"])

@@ -24,7 +24,7 @@ from prime_composer.problems.prompts import Ends, render_answer
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.recipe.schema import EvalConfig
 from prime_composer.step.batch import Sample
-from tests.local.helpers import Letters, run
+from tests.local.helpers import Letters, run, tiny_models
 
 pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
 pytest.importorskip("sacrebleu", reason="sacrebleu is not installed (extra: metrics)")
@@ -173,7 +173,8 @@ def test_report_shows_a_graded_metric_and_its_signature(
 def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:
     """A whole run: rewards between 0 and 1, scores of teacher and student, and the signature."""
     data = {"size": 60, "kind": "summary", "metric": "chrf"}
-    raw = tiny_recipe(trainer__steps=1, data=data)
+    models = {name: {"model": str(path)} for name, path in tiny_models(tiny_recipe()).items()}
+    raw = tiny_recipe(trainer__steps=1, data=data, rollout__max_model_len=256, **models)
     run(raw, tmp_path)
     before, after = read_metrics(tmp_path)
     assert {"eval/chrf", "teacher/chrf"} <= before.keys()

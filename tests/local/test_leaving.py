@@ -26,11 +26,7 @@ from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.local.helpers import Silent, failing, run
-from tests.local.test_train import (  # noqa: F401  (fixture)
-    assert_same_run,
-    assert_same_weights,
-    whole,
-)
+from tests.local.test_train import assert_same_run, assert_same_weights
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -44,18 +40,18 @@ def steps_of(run_dir: Path) -> list[int]:
 
 
 def test_train_error_after_the_update_saves_that_step(
-    whole: Path,  # noqa: F811
+    whole: Path,
     tiny_recipe: Raw,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Step 4 is whole when its new weights cannot be sent; its evaluation comes at the resume."""
-    raw = tiny_recipe(trainer__steps=6, checkpoint__every=0)
+    """Step 2 is whole when its new weights cannot be sent; its evaluation comes at the resume."""
+    raw = tiny_recipe(checkpoint__every=0)
     # The preflight sends two.
-    failing(monkeypatch, TransformersSampler, "update_weights", 6, ServerGone("away"))
-    with pytest.raises(RunStopped, match="away; step 4 is saved"):
+    failing(monkeypatch, TransformersSampler, "update_weights", 4, ServerGone("away"))
+    with pytest.raises(RunStopped, match="away; step 2 is saved"):
         run(raw, tmp_path / "run")
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 2
     assert "eval/accuracy" not in read_metrics(tmp_path / "run")[-1]
     monkeypatch.undo()
     run(raw, tmp_path / "run", resume=True)
@@ -105,13 +101,13 @@ def test_train_error_names_the_step_that_is_safe(
 
 
 def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
-    whole: Path,  # noqa: F811
+    whole: Path,
     tiny_recipe: Raw,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The wait of step 4 would be longer than the time that a scheduler grants."""
-    raw, statuses, waits = tiny_recipe(trainer__steps=6), [], []
+    raw, statuses, waits = tiny_recipe(), [], []
     open_engine, sample = module.open_engine, Collector.sample
 
     def opened(recipe: Any, problems: Any, paths: Any, status: Any, student: Any) -> Any:

@@ -76,21 +76,20 @@ def test_run_with_a_full_tape_asks_nothing(
     assert inspect(tmp_path / "tape").damage == []
 
 
-def test_run_with_a_tape_resumes_bit_exactly(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Killed after its second step; half of the answers are kept."""
-    raw = tiny_recipe(checkpoint={"every": 2, "keep": 2})
-    run(raw, tmp_path / "plain")
-    whole = tmp_path / "tape"
-    raw["teacher"]["tape"] = str(whole)
-    run(raw, tmp_path / "whole")
-    assert equal_weights(tmp_path / "whole", tmp_path / "plain")
-    copy_first_half(tmp_path / "whole", tmp_path / "cut")
-    files = sorted(whole.glob(FILES), key=lambda path: path.stat().st_mtime_ns)
+def test_run_with_a_tape_resumes_bit_exactly(whole: Path, tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Killed after its second step; half of the answers are kept. Both end as without a tape."""
+    tape = tmp_path / "tape"
+    raw = tiny_recipe(checkpoint={"every": 2, "keep": 2}, teacher__tape=str(tape))
+    run(raw, tmp_path / "taped")
+    assert numbers(tmp_path / "taped") == numbers(whole)
+    assert equal_weights(tmp_path / "taped", whole)
+    copy_first_half(tmp_path / "taped", tmp_path / "cut")
+    files = sorted(tape.glob(FILES), key=lambda path: path.stat().st_mtime_ns)
     for file in files[len(files) // 2 :]:
         file.unlink()
     run(raw, tmp_path / "cut", resume=True)
-    assert numbers(tmp_path / "cut") == numbers(tmp_path / "plain")
-    assert equal_weights(tmp_path / "cut", tmp_path / "plain")
+    assert numbers(tmp_path / "cut") == numbers(whole)
+    assert equal_weights(tmp_path / "cut", whole)
 
 
 def test_tape_of_another_teacher_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:

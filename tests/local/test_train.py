@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from prime_composer.contract import LossInputs
+from prime_composer.local.answers import read_answers
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.student import lr_factor
 from prime_composer.local.tracker import read_metrics
@@ -32,14 +33,6 @@ def test_lr_factor_warms_up_and_decays() -> None:
     assert [lr_factor(cosine, step) for step in (1, 3)] == pytest.approx([1.0, 0.5])
     constant = TrainerConfig(steps=3, warmup_steps=1)
     assert [lr_factor(constant, step) for step in (1, 2, 3)] == [1.0, 1.0, 1.0]
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_recipe: Raw, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run six steps of the tiny recipe without an interruption."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    run(tiny_recipe(trainer__steps=6), run_dir)
-    return run_dir
 
 
 def test_train_measures_logs_and_keeps_checkpoints(tiny_recipe: Raw, tmp_path: Path) -> None:
@@ -80,7 +73,7 @@ def test_train_killed_run_resumes_to_the_same_numbers(
     whole: Path, tiny_recipe: Raw, tmp_path: Path, engine_forks: ForkServer
 ) -> None:
     """SIGKILL in a checkpoint's file, after the steps 3 and 4, loses nothing that was saved."""
-    raw = tiny_recipe(trainer__steps=6)
+    raw = tiny_recipe()
     killed = engine_forks.run("-c", KILLED, json.dumps(raw), tmp_path / "cut", cwd=REPO)
     assert killed.returncode == -signal.SIGKILL
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "cut")] == [2]
@@ -92,6 +85,8 @@ def test_train_killed_run_resumes_to_the_same_numbers(
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
     assert numbers(run_dir) == numbers(expected)
+    assert read_answers(run_dir) == read_answers(expected)
+    assert read_answers(run_dir, "teacher") == read_answers(expected, "teacher")
     assert_same_weights(run_dir, expected)
 
 
