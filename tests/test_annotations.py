@@ -38,7 +38,6 @@ class Pair:
     [
         lambda: added(ONE, TWO),
         lambda: added(ONE, ONE, result=TWO),
-        lambda: added(ONE, ONE, result=ONE.long()),
         lambda: added(ONE, 1.0),
         lambda: [*named("text")],
         lambda: Pair(ONE.long(), TWO),

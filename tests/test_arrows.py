@@ -193,6 +193,9 @@ PLANTED = {
     "a higher room": ({LOSS: "from prime_composer.recipe.b import x"}, "imports"),
     "a lazy import": ({LOSS: "def f():\n    import prime_composer.cli.b"}, "imports"),
     "sys.modules": ({LOSS: "import sys\nsys.modules.get('prime_composer.upstream.b')"}, "imports"),
+    "a bare importlib": (
+        {LOSS: "importlib.import_module('prime_composer').x"}, "the package itself"
+    ),
     "a computed name": ({LOSS: "import_module(f'prime_composer.{x}')"}, "the package itself"),
     "the package": ({LOSS: "from prime_composer import LossInputs"}, "the package itself"),
     "its own __init__": (

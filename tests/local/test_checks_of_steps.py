@@ -115,6 +115,16 @@ def packed(mu: list[float], p: list[float], mask: list[bool]) -> LossInputs:
     )
 
 
+def test_mismatch_is_the_k3_estimate_over_all_tokens() -> None:
+    """exp(r) - 1 - r is averaged over the tokens of all micro-batches; masked ones never matter."""
+    mismatch = Mismatch(SamplerCheck(1.0, "float32"))
+    mismatch.add(packed([-1.0, math.nan], [-1.5, -1.0], [True, False]))
+    mismatch.add(packed([-2.0, -1.0], [-1.0, -1.0], [True, True]))
+    # r = -0.5, 1, 0
+    expected = ((math.exp(-0.5) - 0.5) + (math.e - 2) + 0) / 3
+    assert mismatch.result(1) == {METRIC: pytest.approx(expected, rel=1e-6)}
+
+
 def measured(check: SamplerCheck, mu: list[float], p: list[float]) -> dict[str, float]:
     """Return what a step of these log-probs has measured."""
     mismatch = Mismatch(check)

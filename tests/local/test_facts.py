@@ -13,18 +13,12 @@ from tests.command import sets
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 
 
-def overrides(model: str) -> list[str]:
-    small = ["trainer.steps=2", "trainer.batch_size=4", "eval.size=9", "eval.kl_size=6"]
-    return [
-        f"teacher.model={model}",
-        f"student.model={model}",
-        "rollout.backend=transformers",
-        "rollout.max_tokens=6",
-        "rollout.max_model_len=512",
-        "logging.tensorboard=false",
-        *(f"environments.{name}.size=40" for name in ("ages", "towns", "capitals")),
-        *small,
-    ]
+SMALL = [
+    *("rollout.backend=transformers", "rollout.max_tokens=6", "rollout.max_model_len=512"),
+    *(f"environments.{name}.size=40" for name in ("ages", "towns", "capitals")),
+    *("trainer.steps=2", "trainer.batch_size=4", "eval.size=9", "eval.kl_size=6"),
+    "logging.tensorboard=false",
+]
 
 
 def test_recipe_trains_on_one_task_and_measures_three(
@@ -33,8 +27,8 @@ def test_recipe_trains_on_one_task_and_measures_three(
     """The steps ask for ages alone. Each evaluation has three answers to each task, and the report
     says which tasks train nothing."""
     run_dir = tmp_path / "run"
-    chat_model = save_model(tmp_path / "chat", make_tokenizer(), [TEXT_END, TURN_END])
-    words = sets(*overrides(chat_model))
+    model = save_model(tmp_path / "chat", make_tokenizer(), [TEXT_END, TURN_END])
+    words = sets(f"teacher.model={model}", f"student.model={model}", *SMALL)
     assert main(["rl", "--config", str(RECIPE), *words, "--output-dir", str(run_dir)]) == 0
     capsys.readouterr()
     start, *steps = read_metrics(run_dir)

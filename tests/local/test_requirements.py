@@ -139,12 +139,9 @@ def test_weights_that_are_not_finite_are_refused(value: float, folder: Path) -> 
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelUnavailable) as caught, in_table("student"):
+    words = rf"^\[student\] .*{folder}.* weight model\.norm\.weight .*; use another checkpoint"
+    with pytest.raises(ModelUnavailable, match=words), in_table("student"):
         load_model(folder)
-    assert str(caught.value) == (
-        f"[student] Could not load {folder}: its weight model.norm.weight has values that are NaN "
-        "or infinite; use another checkpoint."
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

@@ -42,10 +42,7 @@ def test_run_ends_where_the_metric_is_on_its_plateau(
     assert accuracies == []
     assert list_checkpoints(tmp_path / "run")[-1].step == 6
     (line,) = [text for text in display.texts if "trainer.until" in text]
-    assert line == (
-        "step 6: the run ends by trainer.until: no eval/accuracy was better than 0.5, of step 2, "
-        "at 2 evaluations"
-    )
+    assert line.startswith("step 6: ") and "eval/accuracy was better than 0.5, of step 2" in line
     again = Silent()  # resumed, it trains no more
     outcome = run(of_until(tiny_recipe), tmp_path / "run", again, resume=True)
     assert (outcome.steps, outcome.best, outcome.interrupted, again.steps) == (6, 2, False, [])
