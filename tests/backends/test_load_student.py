@@ -23,6 +23,7 @@ from prime_composer.backends.protocols import SamplingParams
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.teachers.transformers import TransformersScorer
+from tests.vllm_process import save_tokenizer
 
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
 SMALL = dict(
@@ -148,6 +149,13 @@ def test_hub_id_in_offline_mode_is_one_sentence(read):
     message = str(caught.value)
     assert "nobody/no-such-model" in message and "\n" not in message
     assert "--set student.model=DIR" in message and "or unset HF_HUB_OFFLINE" in message
+
+
+def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
+    models.tied_model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 132)
+    with pytest.raises(ValueError, match="132 entries .* only 131; resize the model's embeddings"):
+        load_student(tmp_path)
 
 
 def test_directory_without_weights_is_one_sentence(models, tmp_path):

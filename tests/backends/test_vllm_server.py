@@ -336,6 +336,15 @@ def test_restarted_student_gets_its_weights_again(
         assert sampler._connection.outages == outages
 
 
+def test_seeds_of_a_server_are_those_of_step_and_prompt(restarting):
+    """A seed repeats its rollouts. Another one has others, and so have equal prompts."""
+    with contextlib.closing(ServerSampler(restarting.url)) as sampler:
+        params = SamplingParams(n=4, max_tokens=6)
+        first, other, again = (ids_of(sampler.generate([[5, 6]] * 2, params, s)) for s in (3, 4, 3))
+    assert first == again
+    assert first[:4] != first[4:] and first[:4] != other[:4]
+
+
 def test_student_that_says_nothing_is_lost_by_outages(restarting, tied_model, monkeypatch):
     """Where neither version nor start is known, it may be another one after any outage."""
     monkeypatch.setattr(restarting, "versions", False)

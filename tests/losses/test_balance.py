@@ -25,6 +25,7 @@ def step_loss(balance: Balance) -> float:
     "balance,expected",
     [
         ({"by": "token"}, (3 + 12 + 5 + 5) / 20),
+        ({"by": "token", "weights": {"short": 3.0}}, (3 * 15 + 10) / (3 * 5 + 15)),
         ({"by": "sequence"}, (3 + 3 + 1 + 0.5) / 4),
         ({"by": "sequence", "weights": {"long": 2.0}}, (3 + 3 + 2 * 1.5) / (2 + 2 * 2)),
         ({"by": "environment"}, (15 / 5 + 10 / 15) / 2),

@@ -107,3 +107,14 @@ def test_head_tail_is_unbiased_and_a_bounded_ratio_is_not():
         tight.loss.detach() - out.loss.detach(), bounded - unbounded, rtol=1e-9, atol=1e-12
     )
     assert (tight_grad - loose_grad).abs().max() > 1e-3
+
+
+def test_event_samples_only_which_id_is_outside():
+    """Outside, p and q differ by their masses alone: the head is the whole KL."""
+    z, _, log_mu = problem(3, 0.8)
+    log_q = (z + torch.tensor([1.0, -1.0, 0.5] + [0.0] * (VOCAB - 3))).log_softmax(-1)
+    config = LOSS_TYPES["head_tail_reverse_kl"](k=3, tail="event")
+    metrics = expected(config, z, log_q, log_mu, torch.arange(3))[0].metrics
+    kl = reverse_kl_gradient(z, log_q)[1]
+    torch.testing.assert_close(metrics["head_tail_reverse_kl/head"], kl, rtol=1e-12, atol=0)
+    assert metrics["head_tail_reverse_kl/sampled_tail"].abs() < 1e-15

@@ -113,15 +113,17 @@ def test_what_is_not_one_token_is_refused():
         SpecialTokenMask(strings=("<think>",)).apply(packed())
 
 
-def test_position_weights_multiply_given_weights_by_sequence():
-    """Position weights go by sequence and multiply what is there."""
+@pytest.mark.parametrize("shift", [0.0, 0.4])
+def test_position_weights_multiply_given_weights_by_sequence(shift):
+    """By sequence, and with log mu as it would be at temperature 1, where log p is lower."""
     inputs = packed()
+    inputs.untempered_logprobs = inputs.trainer_logprobs - shift
     given = torch.rand(60, dtype=torch.float64)
     out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
     for segment in inputs.segment_ids.unique():
         where = [t for t in range(60) if inputs.segment_ids[t] == segment]
         gap = [
-            abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item())
+            abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item() + shift)
             * inputs.loss_mask[t].item()
             for t in where
         ]

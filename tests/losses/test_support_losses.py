@@ -215,6 +215,22 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
     assert got["kl_in_support"].item() == pytest.approx(0.2 * math.log(0.5) + 0.4 * math.log(2))
 
 
+@pytest.mark.parametrize(
+    ("name", "metric", "knobs"),
+    [
+        ("topk_reverse_kl", "kl", {}),
+        ("topk_forward_kl", "kl", {}),
+        ("taid", "kl", {"form": "kl", "total_steps": 9, "t_start": 1.0}),
+        ("self_distillation", "divergence", {"divergence": "forward_kl"}),
+    ],
+)
+def test_the_parts_of_a_tail_kl_add_up_to_it(name, metric, knobs):
+    """In the loss's own direction."""
+    metrics = setup_loss_fn(LOSS_TYPES[name](k=2, **knobs))(sdpo_inputs()).metrics
+    parts = metrics[f"{name}/kl_in_support"] + metrics[f"{name}/kl_mass"]
+    assert parts.item() == pytest.approx(metrics[f"{name}/{metric}"].item(), rel=1e-10)
+
+
 def test_the_least_overlap_never_exceeds_the_overlap():
     g = torch.Generator().manual_seed(0)
     log_p = (3 * torch.randn(20, 30, generator=g, dtype=torch.float64)).log_softmax(-1)

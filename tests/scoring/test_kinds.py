@@ -229,3 +229,9 @@ def test_given_ids_follow_their_rows(weight):
     expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
     found = read_payload(*progress.payload(), 7)["given"]
     torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("extra", [None, {"prime_composer": "text"}])
+def test_other_requests_are_not_marked(extra):
+    """What a JSON body can hold is no mark: reading it would end the engine."""
+    assert RowsRequest.of(SimpleNamespace(extra_args=extra)) is None
