@@ -41,7 +41,6 @@ class Pair:
         lambda: added(ONE, 1.0),
         lambda: [*named("text")],
         lambda: Pair(ONE.long(), TWO),
-        lambda: Pair(ONE.long(), ONE, 3),
         # Of the package: those of a class and of a method.
         lambda: Support(torch.zeros(2, 3).long(), torch.zeros(2, 3), torch.zeros(2, 4)),
         lambda: Support(*[torch.zeros(2, 3)] * 3),

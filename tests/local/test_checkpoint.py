@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from prime_composer.backends import errors
 from prime_composer.local import checkpoint as module
 from prime_composer.local import disk
 from prime_composer.local.checkpoint import (
@@ -257,17 +259,6 @@ def test_save_checkpoint_beyond_a_file_size_limit_says_so(what: str, tmp_path: P
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
 
-def test_half_deleted_checkpoint_is_not_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 1, keep=1)
-    monkeypatch.setattr(
-        module.shutil, "rmtree", lambda path: None
-    )  # the process dies before the files are gone
-    save(tmp_path, 2, keep=1)
-    assert steps_of(tmp_path) == [2]
-
-
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_leftover_tmp_of_any_kind_is_removed(kind: str, tmp_path: Path) -> None:
     """A link is removed, and not what it points to."""
@@ -324,6 +315,16 @@ def test_check_room_counts_the_checkpoints_that_will_go(
             NoRoom, match=rf"need {2 * size + 2} bytes .* room for {2 * size} bytes"
         ):
             check_room(tmp_path, size + 1, 2, resumed)
+
+
+def test_naming_names_the_file_of_an_open_one() -> None:
+    """An error of a write or a flush names no file; one that names its own keeps it."""
+    library = SafetensorError("Error while serializing: I/O error: broken (os error 5)")
+    both = (OSError(5, "broken"), "mine"), (OSError(5, "broken", "own"), "own")
+    for error, named in (*both, (library, "mine")):
+        with pytest.raises(OSError) as caught, errors.naming_file(Path("mine")):
+            raise error
+        assert (caught.value.errno, caught.value.filename) == (5, named)
 
 
 def test_save_checkpoint_whose_name_is_not_flushed_is_none(
