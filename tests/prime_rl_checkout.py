@@ -25,9 +25,6 @@ COMMITS = {
 CONTRACTS = {"v0.6": records.LOSS_V0_6, "head": records.LOSS_V0_7}
 """Name of a version: its loss contract."""
 
-OLD = {name: f"{name}.0" for name in records.OLD}
-"""Name of an old version, which the adapter refuses: its git revision."""
-
 BRANCHES = {
     "orchestrator clients": "4103b28559f801cb8275b01b98f79a29ede9afe6",
     "two more fields": "326252f2f6cb2cb52a7383c6885a734ccb3e165a",
@@ -68,8 +65,8 @@ def find_checkout(option: str | None = None) -> Path | None:
 
 
 def commit_of(checkout: Path, version: str) -> str:
-    """Return the full hash of a version, or of one of ``OLD`` or ``BRANCHES``."""
-    revision = {**OLD, **VERSIONS, **BRANCHES}[version]
+    """Return the full hash of a version, or of one of ``BRANCHES``."""
+    revision = {**VERSIONS, **BRANCHES}[version]
     command = ["git", "-C", str(checkout), "rev-parse", "--verify", f"{revision}^{{commit}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 

@@ -108,15 +108,6 @@ def test_run_single_turn_is_one_rollout_with_its_reward(play: Any) -> None:
     assert rollout.inference_logprobs[-6:].tolist() == sampled.inference_logprobs[-6:].tolist()
 
 
-def test_run_two_turns_train_on_the_answers_alone(play: Any) -> None:
-    episode, _ = play(lambda text: "two" if "go on" in text else "one", args={"script": ["go on"]})
-    assert words(play, episode) == [["one<|im_end|>", "two<|im_end|>"]]
-    (rollout,) = episode.rollouts
-    text = play.sampler.tokenizer.decode(rollout.token_ids.tolist())
-    assert "user\ngo on<|im_end|>" in text
-    assert play.sampler.calls[1][0] + "two<|im_end|>" == text
-
-
 def test_run_rounds_sample_all_rollouts_side_by_side(play: Any) -> None:
     """Two turns of three rollouts are two calls of three prompts, in the tasks' order."""
     play(lambda text: "x", args={"script": ["go on"], "tasks": 3})
@@ -124,15 +115,6 @@ def test_run_rounds_sample_all_rollouts_side_by_side(play: Any) -> None:
     for texts in play.sampler.calls:
         assert [f"task {i}" in text for i, text in enumerate(texts)] == [True] * 3
     assert len(set(play.sampler.seeds)) == 2
-
-
-def test_run_rewritten_history_is_a_sample_of_its_own(play: Any) -> None:
-    """An environment that summarizes the conversation gives two samples and loses nothing."""
-    summary = [{"role": "user", "content": "so far: one"}]
-    episode, _ = play(
-        lambda text: "two" if "so far" in text else "one", args={"script": [{"messages": summary}]}
-    )
-    assert words(play, episode) == [["one<|im_end|>"], ["two<|im_end|>"]]
 
 
 def test_run_template_that_strips_answers_branches(play: Any, tmp_path: Path) -> None:

@@ -23,9 +23,3 @@ def test_relative_path_is_found_from_another_folder(
     assert os.environ["PYTHONPATH"].split(os.pathsep) == whole
     command = [sys.executable, "-S", "-c", "import my_environment"]
     subprocess.run(command, cwd=tmp_path / "elsewhere", check=True)
-
-
-def test_path_that_is_unset_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    absolute_python_path()
-    assert "PYTHONPATH" not in os.environ

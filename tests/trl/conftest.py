@@ -74,7 +74,6 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
         teacher: Any = None,
         student: Any = None,
         *,
-        double: bool = False,
         peft_config: Any = None,
         prompt: Any = None,
         **settings: Any,
@@ -97,11 +96,10 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
             "disable_tqdm": True,
             "gradient_checkpointing": False,
         }
-        dtype = torch.float64 if double else torch.float32
-        student = copy.deepcopy(models.student if student is None else student).to(dtype)
+        student = copy.deepcopy(models.student if student is None else student)
         teacher = models.teacher if teacher is None else teacher
         if isinstance(teacher, torch.nn.Module):
-            teacher = copy.deepcopy(teacher).to(dtype)
+            teacher = copy.deepcopy(teacher)
         dataset = Dataset.from_list(prompts)
         return OnPolicyDistillationTrainer(
             student,

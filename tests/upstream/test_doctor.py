@@ -14,7 +14,6 @@ from prime_composer.upstream.versions import doctor
 from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
 from prime_composer.upstream.versions.records import VERSIONS
 from tests.parity.outcomes import tree_env
-from tests.prime_rl_checkout import REPO
 from tests.upstream.signatures import MAIN, TREES, recorded, stand_in
 
 LOSS = "prime_rl.trainer.rl.loss"
@@ -118,7 +117,8 @@ def test_table_has_the_roads_then_what_differs():
     states = {line.split()[1]: line.split()[0] for line in lines[2:8]}
     assert states == dict(zip(EVERY, ["works", "works", *["FAILS"] * 3, "works"], strict=True))
     (index,) = (i for i, line in enumerate(lines) if line.startswith("DIFFERS"))
-    assert "fused output head" in lines[index] and "requires mask" in lines[index + 1]
+    assert "fused output head" in lines[index]
+    assert "has no temperature" in lines[index + 1] and "requires mask" in lines[index + 1]
     (gone,) = (line for line in lines if line.startswith("GONE"))
     assert "samples of a rollout" in gone
     every = len(CAPABILITIES) + 1  # and the TOML
@@ -202,14 +202,13 @@ def test_require_says_what_differs_and_what_still_works(misfit):
     doctor.require_road("slot")
 
 
-@pytest.mark.parametrize("version", ["v0.6", "v0.8"])
-def test_real_old_version_ends_a_process_with_the_variable(trees, version):
+def test_real_old_version_ends_a_process_with_the_variable(trees):
     """Its trainer, started by hand: one sentence, before it trains its own loss."""
-    env = tree_env(trees(version), PRIME_COMPOSER="1")
+    env = tree_env(trees("v0.6"), PRIME_COMPOSER="1")
     command = [sys.executable, "-m", "prime_rl.entrypoints.trainer"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"prime-rl {version} " in done.stderr and "commit 5218d7f" in done.stderr
+    assert "prime-rl v0.6 " in done.stderr and "commit 5218d7f" in done.stderr
 
 
 def test_launch_asks_the_doctor_before_anything(misfit, monkeypatch, tmp_path):
@@ -238,10 +237,3 @@ def test_doctor_knows_the_vllms_that_the_plugin_knows():
     first, last = doctor.PLUGIN
     with pytest.raises(patches.UnknownVllm, match=f"vLLM 0.{first} to 0.{last}"):
         patches.patch(types.ModuleType("vllm.v1.worker.gpu_model_runner"))
-
-
-def test_records_are_read_without_any_package():
-    """CI makes environments from the records before anything is installed."""
-    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); import tests.upstream.make_venvs"
-    done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -175,28 +175,23 @@ def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_label_in_the_support_has_exactly_prime_rls_log_prob(head, state):
-    head.bfloat16()
-    micro_batch, top = batch()
-    top = top.clone()
-    top[:, 2] = micro_batch["input_ids"][0]
-    micro_batch["routed_experts"][0, :, 0] = top.int()
-    ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D).bfloat16())
-    mask = micro_batch["loss_mask"][0]
-    assert torch.equal(ours[mask, 2], logprobs[mask])
-
-
 def test_support_is_of_the_same_rounded_policy_as_the_label(head, state):
-    """prime-rl's head rounds logits to bfloat16; the support's are rounded likewise."""
+    """prime-rl's head rounds logits to bfloat16; the support's are rounded likewise.
+
+    The label has exactly prime-rl's log-prob where it is in the support.
+    """
     head.bfloat16()
     with torch.no_grad():
         head.weight.normal_(0, 1)
     micro_batch, top = batch()
+    top[:, 2] = micro_batch["input_ids"][0]
+    micro_batch["routed_experts"][0, :, 0] = top.int()
     hidden = torch.randn(1, N, D).bfloat16()
-    ours, _ = student(head, state, micro_batch, hidden)
+    ours, logprobs = student(head, state, micro_batch, hidden)
     rounded = (hidden[0] @ head.weight.t()).float().log_softmax(-1)
     rounded = torch.cat([torch.zeros(1, V), rounded[:-1]]).gather(1, top)
     mask = micro_batch["loss_mask"][0]
+    assert torch.equal(ours[mask, 2], logprobs[mask])
     # A dot product on the edge between two bfloat16 numbers may fall to either side: allow that for
     # one entry in fifty, by a unit in the last place of the largest logit.
     unit = 2.0 ** (torch.floor(torch.log2((hidden[0] @ head.weight.t()).abs().amax())) - 7)

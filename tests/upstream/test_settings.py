@@ -137,17 +137,9 @@ def test_from_env_derives_rewards_and_who_asks(monkeypatch, given, k, rewards, a
     assert settings.trainer_asks is (asked_by == "trainer") and "asked_by" not in settings.loss
 
 
-@pytest.mark.parametrize(
-    "table,words",
-    [
-        ({**SAMPLED, "kl_taus": 0.1}, "unknown key 'kl_taus'; did you mean 'kl_tau'"),
-        ({"type": "topk_revers_kl"}, "did you mean topk_reverse_kl"),
-        ({"k": 3}, "has no `type`.*topk_reverse_kl"),
-    ],
-)
-def test_parse_loss_table_names_section_key_and_choices(table, words):
-    with pytest.raises(ValueError, match=rf"^\[here\] .*{words}"):
-        parse_loss_table(table, section="here")
+def test_loss_table_without_a_type_names_section_and_choices():
+    with pytest.raises(ValueError, match=r"^\[here\] .*has no `type`.*topk_reverse_kl"):
+        parse_loss_table({"k": 3}, section="here")
 
 
 NATIVE = f"""

@@ -143,18 +143,6 @@ def step(state, head, hidden, tensors):
     return [SimpleNamespace(**state.aligned(part)) for part in parts[:2]]
 
 
-def test_wanted_are_the_sequences_that_train():
-    """Boundaries are prime-rl's lengths. What comes behind the last trained token is cut off."""
-    tensors = micro_batch()
-    first, second = questions.wanted_of(tensors, tensors["loss_mask"][0], {"sums": TWO})
-    ids = tensors["input_ids"][0]
-    assert first.rollout.token_ids.tolist() == ids[:5].tolist() and first.rollout.start == 2
-    assert second.rollout.token_ids.tolist() == ids[5:8].tolist() and second.rollout.start == 1
-    assert (first.place, second.place) == (slice(0, 5), slice(5, 9))
-    shares = {"http://one:1": 0.25, "http://two:2": 0.75}
-    assert first.teachers == [Teacher(url=u, model="m", weight=w) for u, w in shares.items()]
-
-
 def test_wanted_of_an_environment_without_a_teacher_is_refused():
     tensors = micro_batch()
     with pytest.raises(ValueError, match="names none for the environment 'sums'"):
