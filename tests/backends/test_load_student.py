@@ -1,5 +1,6 @@
 """Loading models: refusals, errors in one sentence, and hidden states that ignore padding."""
 
+import json
 import shutil
 
 import pytest
@@ -155,6 +156,15 @@ def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
     models.tied_model.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, 132)
     with pytest.raises(ValueError, match="132 entries .* only 131; resize the model's embeddings"):
+        load_student(tmp_path)
+
+
+def test_student_in_fewer_bits_is_refused(models, tmp_path):
+    """Before it is loaded: its rounded layers would not train."""
+    config = json.loads((models.tied / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelUnavailable, match=r"is quantized \(fp8\).*the unquantized model"):
         load_student(tmp_path)
 
 
