@@ -200,9 +200,8 @@ def test_study_passes_a_signal_on_to_its_runs_once(
     runs = [StudyRun(name, 0, recipe, (), tmp_path, tmp_path / f"{name}-seed0") for name in "abc"]
     logs = [run.log for run in runs[:2]]
     monkeypatch.setattr(study_module, "is_finished", lambda run: False)
-    monkeypatch.setattr(
-        study_module, "start", lambda run: study_module.call([sys.executable, "-c", CHILD], run.log)
-    )
+    child, call = [sys.executable, "-c", CHILD], study_module.call
+    monkeypatch.setattr(study_module, "start", lambda run, _: call(child, run.log, os.environ))
 
     def terminate() -> None:
         while not all(log.exists() and "ready" in log.read_text() for log in logs):
