@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from tests.fork_server import new_process
 from tests.parity import cases
+from tests.parity.tolerance import SHARES
 from tests.prime_rl_checkout import pythonpath
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -42,23 +42,23 @@ def live(tree, version, folder, run: Run = new_process):
 
 def recorded(version):
     """Return what goldens.json contains of a version: {(kind, case name): outcome}."""
-    table = json.loads(GOLDENS.read_text())["versions"][version]
-    return {(kind, name): row for kind, by_case in table.items() for name, row in by_case.items()}
-
-
-def check_recorded(outcome, golden, dtype, name):
-    """Compare with a record, which another processor may have made.
-
-    Its ``exp`` and its order of a sum move a number by some epsilons. A token on the other side of
-    a trust region, or a computation in another dtype, is far beyond that.
-    """
-    rel, zero = (1e-5, 1e-6) if dtype == torch.float32 else (1e-12, 1e-13)
-    grad = outcome["grad"][0].tolist()
-    assert grad == pytest.approx(golden["grad"], rel=rel, abs=zero), name
-    assert outcome["loss"].item() == pytest.approx(golden["loss"], rel=rel, abs=zero), name
-    # A share of tokens is float32, whatever the loss is computed in.
-    found = {metric: outcome["metrics"][metric].item() for metric in golden["metrics"]}
-    assert found == pytest.approx(golden["metrics"], rel=1e-5, abs=1e-6), name
+    versions = json.loads(GOLDENS.read_text())["versions"]
+    table = versions[version]
+    by_name = cases.cases(cases.CONTRACTS[version])
+    outcomes = {}
+    for kind, by_case in table.items():
+        for name, row in by_case.items():
+            dtype = by_name[name].dtype
+            outcomes[kind, name] = {
+                "loss": torch.tensor(row["loss"], dtype=dtype),
+                "grad": [torch.tensor(row["grad"], dtype=dtype)],
+                "metrics": {
+                    # A share of tokens is float32, whatever the loss is computed in.
+                    metric: torch.tensor(value, dtype=torch.float32 if metric in SHARES else dtype)
+                    for metric, value in row["metrics"].items()
+                },
+            }
+    return outcomes
 
 
 def ours(table, case, kind):

@@ -5,6 +5,8 @@ prime_composer/upstream to look at. The sources are read with ``ast``, so nothin
 be importable.
 """
 
+import re
+
 import pytest
 
 from prime_composer.upstream import autoload
@@ -32,6 +34,29 @@ def test_names_that_the_hooks_touch_are_unchanged(trees, version):
         and not sources.is_used(finding.place.attribute)
     ]
     assert (changed, unused) == ([], [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_names_that_change_in_a_version_are_noticed(trees, version):
+    """Each needed name is renamed in the sources, and each function and class, one at a time."""
+    texts = source_texts(of_checkout(trees(version)))
+    sources = SourceTree(texts)
+    missed = []
+    for capability in touched(version):
+        place = find(capability, sources.signature).place
+        if place is None:
+            continue
+        for name in (*place.needs, *place.attribute.split(".")):
+            if name.startswith("__"):
+                continue
+            other = {
+                path: re.sub(rf"\b{name}\b", f"{name}_renamed", text) if name in text else text
+                for path, text in texts.items()
+            }
+            finding = find(capability, SourceTree(other).signature)
+            if finding.place == place and not finding.misfits:
+                missed.append(f"{place}: {name}")
+    assert not missed, "\n".join(missed)
 
 
 def test_names_of_each_hooked_module_are_in_the_table():
