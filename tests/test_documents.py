@@ -1,5 +1,7 @@
 """The Markdown pages: their links and anchors exist, and the guide's snippets are valid."""
 
+import ast
+import functools
 import re
 import textwrap
 import tomllib
@@ -99,12 +101,32 @@ def test_version_is_the_same_in_every_document() -> None:
     assert f"\nversion: {newest[1]}\ndate-released: {newest[2]}\n" in citation
 
 
-def test_files_of_the_three_walks_exist() -> None:
+@functools.cache
+def imported_by(module: Path) -> set[Path]:
+    """Return the files of the package that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prime_composer"):
+            folder = ROOT / str(node.module).replace(".", "/")
+            found |= {folder / f"{one.name}.py" for one in node.names}
+            found.add(folder.with_suffix(".py"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("walk", "most"),
+    [("**A training step**", 7), ("**A key, from", 3), ("**The teacher's top K inside", 19)],
+)
+def test_each_file_of_a_walk_imports_another_one_of_it(walk: str, most: int) -> None:
+    """Or is imported by one that comes before it. A walk never becomes longer than it is."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    walks = text[text.index("**A training step**") :].partition("\n| ")[0]
-    files = re.findall(r"`([\w/]+\.py)`", walks)
-    assert len(files) > 20
-    assert [name for name in files if not (ROOT / "prime_composer" / name).exists()] == []
+    paragraph = text[text.index(walk) :].partition("\n\n")[0]
+    files = [ROOT / "prime_composer" / name for name in re.findall(r"`([\w/]+\.py)`", paragraph)]
+    assert 2 < len(files) <= most
+    for place, file in enumerate(files[1:], 1):
+        before = set(files[:place])
+        others = {one for one in before if file in imported_by(one)}
+        assert imported_by(file) & before or others, file
 
 
 def test_pages_use_the_words_of_the_field() -> None:

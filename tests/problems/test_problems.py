@@ -102,11 +102,19 @@ def test_hub_without_library_names_the_pip_command(monkeypatch):
         load_problems(DataConfig(source="hub"))
 
 
-def test_hub_row_that_is_malformed_is_named(monkeypatch):
-    rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": "two"}]
-    splits = {"train": rows[:1], "test": rows[1:]}
-    library = SimpleNamespace(load_dataset=lambda *names: splits)
+def test_hub_splits_become_problems(monkeypatch):
+    """A malformed row is named."""
+    asked = []
+    rows = {
+        "train": [{"question": "a", "answer": "#### 1"}],
+        "test": [{"question": "b", "answer": "#### 2"}],
+    }
+    library = SimpleNamespace(load_dataset=lambda *names: asked.append(names) or rows)
     monkeypatch.setitem(sys.modules, "datasets", library)
+    train, held_out = load_problems(DataConfig(source="hub"))
+    assert asked == [("openai/gsm8k", "main")]
+    assert (train, held_out) == ([Problem("a", "#### 1")], [Problem("b", "#### 2")])
+    rows["test"] = [{"question": "b", "answer": "two"}]
     with pytest.raises(ValueError, match="openai/gsm8k, split test, row 1: .*####"):
         load_problems(DataConfig(source="hub"))
 

@@ -14,6 +14,7 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.environment import load_split
 from prime_composer.upstream.export import export_recipe
@@ -24,6 +25,7 @@ from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
 from tests.recipe.marks import export_of, marks
 from tests.upstream.export_recipes import (
+    ALL_RECIPES,
     TWO,
     load_rows_recipe,
     recipe,
@@ -254,9 +256,7 @@ EXPORTED = {
 def test_export_writes_what_the_recipe_says(version, name):
     """Of the algorithm and of group_size main has the place below train."""
     changes, expected = EXPORTED[name]
-    export = export_recipe(changed(changes), version, MODELS)
-    table = tomllib.loads(export.text())
-    assert table == json.loads(json.dumps(export.table))
+    table = export_recipe(changed(changes), version, MODELS).table
     assert ("algo" in table["orchestrator"]) is False or version != "main"
     for path, value in expected.items():
         path = path.replace(SHARED, "orchestrator.train" if version == "main" else "orchestrator")
@@ -387,6 +387,22 @@ def test_head_opens_a_teacher_to_the_network_if_it_is_elsewhere(host):
     (command,) = (line for line in head if "prime-composer teacher" in line)
     assert command.endswith(" --host 0.0.0.0") is (host == "gpu7")
     assert any("the same in MY_KEY of prime-rl" in line for line in head) is (host == "gpu7")
+
+
+@pytest.mark.parametrize("path", ALL_RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_exported_or_refused(path):
+    """A refusal names --engine local as a way out."""
+    loaded = load_recipe(path)
+    names = {teacher.table for teacher in Routing.of_recipe(loaded).teachers}
+    models = dict.fromkeys(["student", *names], "/model")
+    try:
+        export = export_recipe(loaded, "head", models)
+    except RecipeError as error:
+        assert "--engine local" in str(error)
+        return
+    table = tomllib.loads(export.text())
+    assert table == json.loads(json.dumps(export.table))
+    assert table["trainer"]["loss"]["kwargs"]["type"] == loaded.loss.type
 
 
 OTHER_VALUES = {

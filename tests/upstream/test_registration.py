@@ -126,6 +126,14 @@ def test_rl_tokens_of_a_distilling_loss_are_refused(trainer):
     assert rl_loss(filled).loss.item() == 0
 
 
+def test_loss_weights_reach_the_loss(newer_trainer):
+    newer_trainer.setup(**SAMPLED)
+    one, two = newer_trainer.inputs(), newer_trainer.inputs()
+    two.loss_weights = torch.full((6,), 2.0)
+    fn = newer_trainer.slot
+    assert fn(two).loss.item() == pytest.approx(2 * fn(one).loss.item(), rel=1e-6)
+
+
 OF_THE_ADAPTER = {
     "a support": ({"type": "topk_reverse_kl"}, "needs support, .*--engine prime-rl.*PRIME_COMP"),
     "ids": ({**SAMPLED, "special_tokens": {"ids": [1]}}, "needs token_ids, .*PRIME_COMPOSER=1"),
