@@ -1,8 +1,10 @@
 """Islands within this process: the join, what is compared, outer steps; and the commands."""
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -141,6 +143,23 @@ def test_islands_compare_what_they_have_opened(
             meetings.append(meet)
         found = together(*meetings)
     assert found == [None, None] if not words else all(words in str(one) for one in found), found
+
+
+def test_island_that_left_is_outside_of_torchft() -> None:
+    """A thread in there while Python ends aborts the process, after all its steps (seen)."""
+    begun, ended = Event(), Event()
+
+    def quorum(*_: object, **__: object) -> None:
+        begun.set()
+        time.sleep(0.5)
+        ended.set()
+        raise TimeoutError
+
+    recipe = parse_recipe(tables())
+    with open_lighthouse(recipe, "127.0.0.1", 0) as url, Island(recipe, 0, url, print) as island:
+        island._join._client = Mock(quorum=quorum)
+        assert begun.wait(10)
+    assert ended.is_set()
 
 
 @pytest.mark.slow

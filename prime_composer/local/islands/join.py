@@ -91,7 +91,8 @@ class Join:
                 "Start it with prime-rl lighthouse --config FILE, and let its port and the next "
                 "one through"
             ) from None
-        Thread(target=self._ask, daemon=True).start()
+        self._asking = Thread(target=self._ask, daemon=True)
+        self._asking.start()
 
     def say(self, key: str, value: Any, **digests: str) -> None:
         """Add a fact and digests, which the others see from the next quorum on."""
@@ -131,8 +132,12 @@ class Join:
             time.sleep(0.05)
 
     def leave(self) -> None:
-        """Ask no more. After ``HEARTBEAT_MS`` nobody waits for this member."""
+        """Ask no more. After ``HEARTBEAT_MS`` nobody waits for this member.
+
+        A thread that is inside torchft while Python ends aborts the process (signal 6).
+        """
         self._closed.set()
+        self._asking.join()
 
     def _compare(self, other: str, theirs: Facts) -> None:
         for name, own in self._facts["digests"].items():
