@@ -74,6 +74,7 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
         teacher: Any = None,
         student: Any = None,
         *,
+        double: bool = False,
         peft_config: Any = None,
         prompt: Any = None,
         **settings: Any,
@@ -96,10 +97,11 @@ def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[
             "disable_tqdm": True,
             "gradient_checkpointing": False,
         }
-        student = copy.deepcopy(models.student if student is None else student)
+        dtype = torch.float64 if double else torch.float32
+        student = copy.deepcopy(models.student if student is None else student).to(dtype)
         teacher = models.teacher if teacher is None else teacher
         if isinstance(teacher, torch.nn.Module):
-            teacher = copy.deepcopy(teacher)
+            teacher = copy.deepcopy(teacher).to(dtype)
         dataset = Dataset.from_list(prompts)
         return OnPolicyDistillationTrainer(
             student,

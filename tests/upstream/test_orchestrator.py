@@ -131,10 +131,13 @@ def sent():
 
 def test_request_is_prime_rls_own_with_k_and_without_text():
     client = Client()
-    score(client)
-    ((_, body),) = client.requests
+    scores = score(client)
+    url, body = client.requests[0]
+    assert url == "http://user:secret@teacher:8001/inference/v1/generate"
+    assert body["token_ids"] == TOKENS
     own_params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     assert body["sampling_params"] == own_params | {"prompt_logprobs": 2, "detokenize": False}
+    assert scores.scores.token_ids.shape == (3, 2)
 
 
 def test_request_whose_k_is_refused_says_how_to_start_the_server():
@@ -273,6 +276,17 @@ class Node:
 
     def __init__(self, tokens):
         self.token_ids, self.routed_experts = tokens, None
+
+
+def test_routing_hook_attaches_the_support_to_every_node():
+    """The first token has no score, and knows nothing."""
+    module = routing_module()
+    nodes = [Node(TOKENS[:1]), Node(TOKENS[1:])]
+    module.assign_reference_logprobs(types.SimpleNamespace(nodes=nodes), sent())
+    assert type(module.given[0]) is list and module.given[0][0] == 0.0
+    assert [node.routed_experts.shape for node in nodes] == [(1, 2, 2), (2, 2, 2)]
+    assert nodes[0].routed_experts[:, 0].tolist() == [[-(2**31)] * 2]
+    assert nodes[1].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
 
 
 def test_routing_hook_keeps_the_support_behind_a_hint():
